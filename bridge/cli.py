@@ -1,0 +1,73 @@
+"""``lorabridge``: finds every room's commands by entry point, and turns our errors into a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from importlib.metadata import entry_points
+from typing import Any
+
+import click
+import typer
+from lorabridge.bridge.errors import BridgeError
+
+_EPILOG = (
+    "Exit codes: 0 yes or done, 1 no, 2 usage or configuration, 3 Redis, 4 adapter store, 5 generator, 6 adapter or "
+    "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted."
+)
+
+
+def build() -> typer.Typer:
+    """The program, with every installed command."""
+    app = typer.Typer(
+        name="lorabridge",
+        help="Versioned LoRA adapters from a TRL trainer to vLLM, and proof of which weights sampled every token.",
+        epilog=_EPILOG,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
+    for entry in sorted(entry_points(group="lorabridge.commands"), key=lambda entry: entry.name):
+        command: Any = entry.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name)(command)
+    return app
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the program and exit with a documented code; a traceback is shown only with ``LORABRIDGE_DEBUG=1``."""
+    sys.exit(run(args))
+
+
+def run(args: list[str] | None = None) -> int:
+    """Run the program; its exit code."""
+    try:
+        code = build()(args=args, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except BridgeError as error:
+        return _fail(error.diagnostics(), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        return _fail(f"unexpected: {type(error).__name__}: {error}. Run it with LORABRIDGE_DEBUG=1 and report it", 1)
+
+
+def _fail(sentence: str, code: int) -> int:
+    if os.environ.get("LORABRIDGE_DEBUG") == "1":
+        traceback.print_exc()
+    print(f"lorabridge: {sentence}", file=sys.stderr)
+    return code

@@ -1,0 +1,117 @@
+"""What one generator serves, epoch by epoch, and how the engine's labels lead back to it.
+
+The engine tags every sampled token with one label, ``<instance>:<epoch>``. A residency record says what that epoch
+serves. The record exists before the label is set (law 3), so that a label without a record is never guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import msgspec
+from lorabridge.bridge.trajectory import Span, Unestablished
+
+KvMode = Literal["keep", "recompute"]
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of a policy that sits in a slot."""
+
+    version: int
+    digest: str
+
+
+class Residency(msgspec.Struct, frozen=True, kw_only=True):
+    """From epoch ``epoch`` on, until the next, ``instance`` of ``generator`` serves ``serves``.
+
+    ``kv`` says what the swap that began the epoch did with the KV of running requests. Times are milliseconds since
+    1970 on the generator's clock.
+    """
+
+    READS_SCHEMAS: ClassVar[tuple[int, ...]] = (1,)
+
+    generator: str
+    instance: str
+    epoch: int
+    kv: KvMode
+    serves: dict[str, Served]
+    at_ms: int
+    schema: int = 1
+
+    @property
+    def label(self) -> str:
+        """What the engine tags tokens of this epoch with."""
+        return f"{self.instance}:{self.epoch}"
+
+
+class EngineSpan(msgspec.Struct, frozen=True):
+    """A span as vLLM reports it: output tokens ``start`` to ``end`` (exclusive) were sampled under ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+def resolve(
+    policy: str, count: int, engine_spans: Sequence[EngineSpan], records: Mapping[str, Residency]
+) -> tuple[Span, ...]:
+    """The engine's spans as facts about ``policy``; ``records`` maps labels to residency records.
+
+    Args:
+        policy: whose tokens these are.
+        count: sampled tokens; the spans must tile exactly these.
+        engine_spans: what the engine reported, in order.
+        records: every residency record of the instance so far, by label.
+
+    Raises:
+        Unestablished: a label without a record, a record without the policy, epochs out of order, more than one
+            instance, or spans that do not tile the tokens. The caller quarantines the sample with this reason.
+    """
+    spans: list[Span] = []
+    before: Residency | None = None
+    for reported in engine_spans:
+        record = records.get(reported.version)
+        if record is None:
+            raise Unestablished(f"no residency record for engine label {reported.version!r}")
+        served = record.serves.get(policy)
+        if served is None:
+            raise Unestablished(f"epoch {record.label} does not serve {policy}")
+        if before is not None and (record.instance != before.instance or record.epoch <= before.epoch):
+            raise Unestablished(f"epoch {record.label} reported after {before.label}")
+        spans.append(
+            Span(
+                policy=policy,
+                version=served.version,
+                digest=served.digest,
+                epoch=record.epoch,
+                start=reported.start,
+                end=reported.end,
+                kv="kept" if before is not None and _kept(before, record, records) else "fresh",
+            )
+        )
+        before = record
+    check_tiles(spans, count)
+    return tuple(spans)
+
+
+def check_tiles(spans: Sequence[Span], count: int) -> None:
+    """Raise ``Unestablished`` unless ``spans`` cover tokens 0 to ``count`` exactly once, in order."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.end <= span.start:
+            raise Unestablished(f"span {span.start}..{span.end} does not continue at token {at}")
+        at = span.end
+    if at != count:
+        raise Unestablished(f"spans cover {at} of {count} tokens")
+
+
+def _kept(before: Residency, now: Residency, records: Mapping[str, Residency]) -> bool:
+    """Whether KV from epoch ``before`` was still there in ``now``: no swap in between dropped it."""
+    for epoch in range(before.epoch + 1, now.epoch + 1):
+        between = records.get(f"{now.instance}:{epoch}")
+        if between is None:
+            raise Unestablished(f"no residency record for epoch {epoch} of {now.instance}")
+        if between.kv == "recompute":
+            return False
+    return True

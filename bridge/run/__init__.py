@@ -1,0 +1,1 @@
+"""One run on one machine: its processes, its panel, its summary and its pictures."""

@@ -1,0 +1,1 @@
+"""Redis or Valkey between the processes of a run: doorbell (announce), queue (trajectories), news (events)."""

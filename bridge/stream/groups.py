@@ -1,0 +1,184 @@
+"""Groups from claim to finish. Each transition is one atomic call, so a crash between two leaves a state that heals.
+
+claim -> (renew)* -> deliver -> ... -> finish. A claim whose lease ends is claimed again, under another attempt. A
+group enters the stream in the same call that closes its lease, so it enters once (law 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import redis
+import redis.asyncio
+from lorabridge.bridge import codec
+from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys, Reply
+from lorabridge.bridge.trajectory import Group
+
+_NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
+
+# KEYS: groups, leases, holders, attempts. ARGV: ahead, lease ms, worker.
+# An expired lease goes first; else a new number, if started - finished < ahead. {number, attempt, now} or false.
+_CLAIM = (
+    _NOW
+    + """
+local number = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
+if not number then
+  local started = tonumber(redis.call('HGET', KEYS[1], 'started') or '0')
+  local finished = tonumber(redis.call('HGET', KEYS[1], 'finished') or '0')
+  if started - finished >= tonumber(ARGV[1]) then return false end
+  number = tostring(started)
+  redis.call('HINCRBY', KEYS[1], 'started', 1)
+end
+local attempt = redis.call('HINCRBY', KEYS[4], number, 1)
+redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), number)
+redis.call('HSET', KEYS[3], number, attempt .. ':' .. ARGV[3])
+return {tonumber(number), attempt, now}
+"""
+)
+
+# KEYS: leases, holders, attempts, trajectories. ARGV: number, holder, body.
+# The entry's id, or false if the lease is lost.
+_DELIVER = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return false end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+return redis.call('XADD', KEYS[4], '*', 'body', ARGV[3])
+"""
+
+# KEYS: leases, holders. ARGV: number, holder. Ends a lease now, so that the group is claimed again at once.
+_RELEASE = (
+    _NOW
+    + """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+return 1
+"""
+)
+
+# KEYS: leases, holders, attempts, groups. ARGV: number, holder. Gives a group up for good: it counts as finished.
+_ABANDON = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('HINCRBY', KEYS[4], 'finished', 1)
+return 1
+"""
+
+# KEYS: trajectories, groups. ARGV: consumer group, ids. XACK says which were still pending; only those count.
+_FINISH = """
+local acknowledged = 0
+for i = 2, #ARGV do acknowledged = acknowledged + redis.call('XACK', KEYS[1], ARGV[1], ARGV[i]) end
+if acknowledged > 0 then redis.call('HINCRBY', KEYS[2], 'finished', acknowledged) end
+return acknowledged
+"""
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's right to deliver group ``number``, until its lease ends or another claims it."""
+
+    number: int
+    attempt: int
+    worker: str
+    at_ms: int
+
+    @property
+    def holder(self) -> str:
+        return f"{self.attempt}:{self.worker}"
+
+
+class GroupQueue:
+    """A worker's side: claim, deliver, release, abandon."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: Keys, worker: str, ahead: int, lease_s: float) -> None:
+        self._keys, self._worker = keys, worker
+        self._ahead, self._lease_ms = ahead, round(lease_s * 1000)
+        self._claim = client.register_script(_CLAIM)
+        self._deliver = client.register_script(_DELIVER)
+        self._release = client.register_script(_RELEASE)
+        self._abandon = client.register_script(_ABANDON)
+
+    async def claim(self) -> Claim | None:
+        """The next group to sample, or None while enough groups are under way."""
+        k = self._keys
+        reply = await self._claim(
+            [k.groups, k.leases, k.holders, k.attempts], [self._ahead, self._lease_ms, self._worker]
+        )
+        if reply is None:
+            return None
+        number, attempt, now = reply
+        return Claim(number=number, attempt=attempt, worker=self._worker, at_ms=now)
+
+    async def deliver(self, claim: Claim, group: Group) -> bool:
+        """Put the whole group on the stream and close its lease; False if the lease was lost, and nothing entered."""
+        k = self._keys
+        keys = [k.leases, k.holders, k.attempts, k.trajectories]
+        return await self._deliver(keys, [claim.number, claim.holder, codec.encode(group)]) is not None
+
+    async def release(self, claim: Claim) -> None:
+        """Give the group back: another claim takes it at once, under the next attempt."""
+        await self._release([self._keys.leases, self._keys.holders], [claim.number, claim.holder])
+
+    async def abandon(self, claim: Claim) -> None:
+        """Give the group up: it counts as finished and is not tried again."""
+        k = self._keys
+        await self._abandon([k.leases, k.holders, k.attempts, k.groups], [claim.number, claim.holder])
+
+
+class GroupReader:
+    """The trainer's side: read groups in order, finish them after the step that used them (law 5)."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, consumer: str) -> None:
+        self._client, self._keys, self._consumer = client, keys, consumer
+        self._finish = client.register_script(_FINISH)
+        self._backlog = "0"  # what was delivered to us and not finished, from before we started
+        ensure_group(client, keys.trajectories, TRAINER_GROUP)
+
+    def read(self, block_ms: int) -> tuple[str, Group] | None:
+        """(entry id, group), or None if none came within ``block_ms`` milliseconds.
+
+        A trainer that comes back is first given again what it had not finished.
+
+        Raises:
+            CodecError: the entry is not a group of a known schema.
+        """
+        while True:
+            reply = cast(
+                Reply,
+                self._client.xreadgroup(
+                    TRAINER_GROUP, self._consumer, {self._keys.trajectories: self._backlog}, count=1, block=block_ms
+                ),
+            )
+            entries = reply[0][1] if reply else []
+            if entries:
+                entry, fields = entries[0][0].decode(), entries[0][1]
+                if self._backlog != ">":
+                    self._backlog = entry
+                if fields:  # an entry trimmed away while it was pending has none
+                    return entry, decode_group(fields)
+            elif self._backlog == ">":
+                return None
+            else:
+                self._backlog = ">"
+
+    def finish(self, entries: Sequence[str]) -> int:
+        """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent."""
+        return int(self._finish([self._keys.trajectories, self._keys.groups], [TRAINER_GROUP, *entries]))
+
+
+def ensure_group(client: redis.Redis, stream: str, group: str) -> None:
+    """Create a consumer group from the stream's beginning, if it is not there."""
+    try:
+        client.xgroup_create(stream, group, id="0", mkstream=True)
+    except redis.ResponseError as error:
+        if "BUSYGROUP" not in str(error):
+            raise
+
+
+def decode_group(fields: dict[bytes, bytes]) -> Group:
+    """The group in an entry of the stream ``trajectories``."""
+    return codec.decode(Group, fields[b"body"])

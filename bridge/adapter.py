@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+from typing import Annotated, Any
 
 import msgspec
+from lorabridge.bridge.codec import UNREADABLE
 from lorabridge.bridge.digest import adapter_digest, parse_config, semantic_config
 from lorabridge.bridge.errors import AdapterCorrupt, AdapterUnservable
 
@@ -14,14 +16,18 @@ SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MAX_HEADER = 100 * 1024 * 1024
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ACTION = "Change the adapter's configuration and publish again"
+_SAVE_AGAIN = "Save the adapter again"
+# Inits that leave the base's weights alone (vllm/lora/peft_helper.py).
+_PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Tensor(msgspec.Struct, frozen=True):
     """A tensor as a safetensors header describes it; offsets are bytes from the end of the header."""
 
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[_Natural, _Natural]
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,17 +56,17 @@ def read_header(tensors: bytes) -> dict[str, Tensor]:
     """
     length = int.from_bytes(tensors[:8], "little")
     if len(tensors) < 8 or length > min(_MAX_HEADER, len(tensors) - 8):
-        raise AdapterCorrupt("the tensors file is cut short or not safetensors", action="Save the adapter again")
+        raise AdapterCorrupt("the tensors file is cut short or not safetensors", action=_SAVE_AGAIN)
     try:
         raw = msgspec.json.decode(tensors[8 : 8 + length], type=dict[str, msgspec.Raw])
         header = {name: msgspec.json.decode(body, type=Tensor) for name, body in raw.items() if name != "__metadata__"}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AdapterCorrupt(f"the tensors file has no readable header: {error}", action="Save it again") from error
+    except UNREADABLE as error:
+        raise AdapterCorrupt(f"the tensors file has no readable header: {error}", action=_SAVE_AGAIN) from error
     at = 0
     for name, tensor in sorted(header.items(), key=lambda item: item[1].data_offsets):
         begin, end = tensor.data_offsets
         size = math.prod(tensor.shape) * _ITEM_BYTES.get(tensor.dtype, 0)
-        if begin != at or end - begin != size:
+        if tensor.dtype not in _ITEM_BYTES or begin != at or end - begin != size:
             raise AdapterCorrupt(
                 f"tensor {name} ({tensor.dtype} {list(tensor.shape)}) does not fit its {end - begin} bytes",
                 action="Save the adapter again, with floating-point tensors",
@@ -69,7 +75,7 @@ def read_header(tensors: bytes) -> dict[str, Tensor]:
     if at != len(tensors) - 8 - length:
         raise AdapterCorrupt(
             f"the tensors file holds {len(tensors) - 8 - length} bytes of data where its header says {at}",
-            action="Save the adapter again",
+            action=_SAVE_AGAIN,
         )
     return header
 
@@ -84,16 +90,19 @@ def check_config(config: dict[str, Any], max_rank: int) -> None:
     if kind != "LORA":
         raise AdapterUnservable(f"peft_type is {kind!r}; vLLM serves LORA only", action=_ACTION)
     for field in ("use_dora", "modules_to_save", "target_parameters", "fan_in_fan_out", "trainable_token_indices",
-                  "layer_replication", "alora_invocation_tokens", "lora_bias"):  # fmt: skip
+                  "layer_replication", "alora_invocation_tokens", "lora_bias", "use_bdlora", "use_qalora",
+                  "arrow_config", "kasa_config", "monteclora_config"):  # fmt: skip
         if config.get(field):
             raise AdapterUnservable(f"{field} is {config[field]!r}; vLLM cannot serve it as an adapter", action=_ACTION)
     if config.get("bias", "none") != "none":
         raise AdapterUnservable(f"bias is {config['bias']!r}; vLLM would drop the biases", action=_ACTION)
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().split("_")[0] in ("pissa", "olora", "corda", "loftq"):
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         raise AdapterUnservable(f"init_lora_weights {init!r} changes the base's own weights", action=_ACTION)
     targets = config.get("target_modules") or []
-    for target in [targets] if isinstance(targets, str) else targets:
+    for target in targets if isinstance(targets, list | tuple | set | frozenset) else [targets]:
+        if not isinstance(target, str):
+            raise AdapterCorrupt(f"target_modules holds {target!r}, not a name", action=_SAVE_AGAIN)
         if "lm_head" in target or "embed_tokens" in target:
             raise AdapterUnservable(f"target_modules names {target!r}; vLLM serves it wrong", action=_ACTION)
     rank = largest_rank(config)
@@ -116,18 +125,18 @@ def check_adapter(adapter: Adapter, max_rank: int) -> dict[str, Tensor]:
     header = read_header(adapter.tensors)
     if not header:
         raise AdapterUnservable("the tensors file is empty; vLLM would serve the base", action=_ACTION)
-    allowed = {config["r"], *(config.get("rank_pattern") or {}).values()}
     for name, tensor in header.items():
+        if "lm_head" in name or "embed_tokens" in name:
+            raise AdapterUnservable(f"tensor {name}: vLLM serves it wrong", action=_ACTION)
         half, other = ("lora_A", "lora_B") if ".lora_A." in name else ("lora_B", "lora_A")
         if f".{half}." not in name:
             raise AdapterUnservable(f"tensor {name} is neither lora_A nor lora_B", action=_ACTION)
         if name.replace(f".{half}.", f".{other}.") not in header:
             raise AdapterUnservable(f"tensor {name} has no {other}", action=_ACTION)
-        rank = tensor.shape[0 if half == "lora_A" else -1]
-        if len(tensor.shape) != 2 or rank not in allowed:
+        rank = _rank_of(name.removeprefix("base_model.model.").partition(f".{half}.")[0], config)
+        if len(tensor.shape) != 2 or tensor.shape[0 if half == "lora_A" else 1] != rank:
             raise AdapterUnservable(
-                f"tensor {name} has shape {list(tensor.shape)} where the configuration says rank "
-                f"{' or '.join(map(str, sorted(allowed)))}",
+                f"tensor {name} has shape {list(tensor.shape)} where the configuration says rank {rank}",
                 action=_ACTION,
             )
     return header
@@ -135,11 +144,25 @@ def check_adapter(adapter: Adapter, max_rank: int) -> dict[str, Tensor]:
 
 def largest_rank(config: dict[str, Any]) -> int:
     """The largest rank of any module: ``r`` or one of ``rank_pattern``. Raises ``AdapterCorrupt`` without an ``r``."""
-    rank = config.get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise AdapterCorrupt(f"r is {rank!r}, not a rank", action="Save the adapter again")
-    pattern: dict[str, int] = config.get("rank_pattern") or {}
-    return max([rank, *pattern.values()])
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise AdapterCorrupt(f"rank_pattern is {pattern!r}, not a table", action=_SAVE_AGAIN)
+    ranks = [("r", config.get("r")), *pattern.items()]
+    for name, rank in ranks:
+        if type(rank) is not int or rank < 1:
+            raise AdapterCorrupt(f"{name} is {rank!r}, not a rank", action=_SAVE_AGAIN)
+    return max(rank for _, rank in ranks)
+
+
+def _rank_of(module: str, config: dict[str, Any]) -> int:
+    """The rank of one module: the first pattern that matches the end of its name wins, as in PEFT and vLLM."""
+    for pattern, rank in (config.get("rank_pattern") or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return int(rank)
+        except re.error as error:
+            raise AdapterCorrupt(f"rank_pattern {pattern!r}: {error}", action=_SAVE_AGAIN) from error
+    return int(config["r"])
 
 
 def slot_rank(rank: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import click
 import typer
-from lorabridge.bridge.errors import BridgeError
+from lorabridge.bridge.errors import BridgeError, ConfigError
 
 _EPILOG = (
     "Exit codes: 0 yes or done, 1 no, 2 usage or configuration, 3 Redis, 4 adapter store, 5 generator, 6 adapter or "
@@ -30,12 +31,25 @@ def build() -> typer.Typer:
         rich_markup_mode="markdown",
     )
     for entry in sorted(entry_points(group="lorabridge.commands"), key=lambda entry: entry.name):
-        command: Any = entry.load()
+        try:
+            command: Any = entry.load()
+        except ImportError as error:
+            command = _unavailable(entry.name, error)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=entry.name)
         else:
             app.command(entry.name)(command)
     return app
+
+
+def _unavailable(name: str, error: ImportError) -> Callable[[], None]:
+    """A command whose room cannot be imported says so when it is called; the others go on working."""
+
+    def unavailable() -> None:
+        raise ConfigError(f"`{name}` cannot be loaded: {error}", action="Install what it needs: see Install in README")
+
+    unavailable.__doc__ = f"Not available here: {error}."
+    return unavailable
 
 
 def main(args: list[str] | None = None) -> None:
@@ -71,3 +85,7 @@ def _fail(sentence: str, code: int) -> int:
         traceback.print_exc()
     print(f"lorabridge: {sentence}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()

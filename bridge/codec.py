@@ -12,6 +12,8 @@ import msgspec
 from lorabridge.bridge.errors import CodecError, SchemaUnknown
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
+# What msgspec raises on bytes that it cannot read; the last one on values nested deeper than the stack.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Record(Protocol):
@@ -50,7 +52,7 @@ def decode(kind: type[T], body: bytes) -> T:
     try:
         _check_schema(kind, msgspec.msgpack.decode(body, type=_Version).schema)
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(kind, error) from error
 
 
@@ -65,7 +67,7 @@ def decode_json(kind: type[T], body: bytes) -> T:
     try:
         _check_schema(kind, msgspec.json.decode(body, type=_Version).schema)
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(kind, error) from error
 
 

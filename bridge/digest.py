@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from lorabridge.bridge.codec import canonical_json
+from lorabridge.bridge.codec import UNREADABLE, canonical_json
 from lorabridge.bridge.errors import AdapterCorrupt, ConfigError, DigestMissing
 
 CONFIG_FILE = "adapter_config.json"
@@ -53,14 +53,25 @@ def semantic_config(config: dict[str, Any]) -> bytes:
     """Canonical JSON of the fields of ``adapter_config.json`` that decide the outputs."""
     kept: dict[str, Any] = {}
     for name, value in config.items():
-        if name in _NOT_SEMANTIC or value in (None, False) or value in ([], {}, ""):
+        # By identity: 0 equals False, and layer 0 or an alpha of 0 does say something.
+        if name in _NOT_SEMANTIC or value is None or value is False or value in ([], {}, ""):
             continue
-        kept[name] = sorted(value) if name in _SETS and isinstance(value, list | tuple | set | frozenset) else value
+        unordered = name in _SETS and isinstance(value, list | tuple | set | frozenset)
+        kept[name] = sorted(value, key=str) if unordered else _whole(value)
     # An init that rewrites the base's weights does change the outputs; the plain ones only choose where training began.
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in ("gaussian", "eva", "orthogonal", "true", "false"):
         kept["init_lora_weights"] = init
     return canonical_json(kept)
+
+
+def _whole(value: Any) -> Any:
+    """An alpha of 16.0 is an alpha of 16: which type a training script used decides nothing."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(inner) for name, inner in value.items()}
+    return [_whole(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def adapter_digest(config: bytes, tensors: Iterable[bytes]) -> str:
@@ -96,5 +107,5 @@ def parse_config(body: bytes) -> dict[str, Any]:
     """``adapter_config.json`` from its bytes. Raises ``AdapterCorrupt``."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise AdapterCorrupt(f"{CONFIG_FILE} is not a JSON object: {error}", action="Save the adapter again") from error

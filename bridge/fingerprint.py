@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 import msgspec
-from lorabridge.bridge.codec import canonical_json
+from lorabridge.bridge.codec import UNREADABLE, canonical_json
 from lorabridge.bridge.errors import ModelError
 
 _TOKENIZER = (
@@ -68,7 +68,10 @@ def fingerprint(folder: Path) -> Fingerprint:
 def _template(folder: Path, tokenizer_config: dict[str, object]) -> bytes:
     """A template stands in its own file or in the tokenizer's configuration; the file wins, as in transformers."""
     file = folder / "chat_template.jinja"
-    return file.read_bytes() if file.is_file() else canonical_json(tokenizer_config.get("chat_template"))
+    if file.is_file():
+        return file.read_bytes()
+    template = tokenizer_config.get("chat_template")
+    return template.encode() if isinstance(template, str) else canonical_json(template)
 
 
 def _json(file: Path) -> dict[str, object]:
@@ -76,7 +79,7 @@ def _json(file: Path) -> dict[str, object]:
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ModelError(f"{file} is not JSON: {error}", action="Save the model again") from error
 
 

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 import msgspec
 from lorabridge.bridge.errors import ConfigError, RunMismatch
-from lorabridge.bridge.fingerprint import Fingerprint
+from lorabridge.bridge.fingerprint import Fingerprint, fingerprint
+from lorabridge.bridge.model import eos_ids
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.trajectory import Sampling
 
 
@@ -45,6 +47,23 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     groups_per_step: int
     schema: int = 1
+
+
+def resolve_run(settings: Settings, folder: Path) -> RunRecord:
+    """The run as this process would have it, from its own configuration and the model in ``folder``."""
+    batch = settings.trainer.per_device_train_batch_size * settings.trainer.gradient_accumulation_steps
+    return RunRecord(
+        run=settings.run.id,
+        policy=settings.policy.name,
+        base=fingerprint(folder),
+        sampling=settings.rollout.sampling,
+        num_generations=settings.rollout.num_generations,
+        eos_ids=eos_ids(folder),
+        environment=environment_digest(settings.rollout.environment),
+        seed=settings.run.seed,
+        rank=settings.policy.rank,
+        groups_per_step=batch * settings.trainer.nproc_per_node // settings.rollout.num_generations,
+    )
 
 
 def check_joins(run: RunRecord, mine: RunRecord) -> None:
@@ -83,8 +102,8 @@ def environment_digest(reference: str) -> str:
         spec = importlib.util.find_spec(module) if module else None
     except (ImportError, ValueError) as error:
         raise ConfigError(f"[rollout] environment: cannot find {module!r}: {error}", action=_FIND) from error
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"[rollout] environment: no module {module!r}", action=_FIND)
+    if spec is None or spec.origin is None or not spec.has_location:
+        raise ConfigError(f"[rollout] environment: no module {module!r} with a source file", action=_FIND)
     return "sha256:" + hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lorabridge.bridge.adapter import slot_rank
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import check_policy_name
 from lorabridge.bridge.trajectory import Sampling
@@ -130,7 +131,7 @@ class GeneratorsSection(Section):
 
     urls: tuple[str, ...] = Field((), description="servers that already run; empty: `up` starts one")
     control: tuple[str, ...] = Field((), description="control doors of urls, same order: http://host:port or unix:PATH")
-    token_file: Path | None = Field(None, description="file holding the control token")
+    token_file: Path | None = Field(None, description="file holding the control token; None is <run.dir>/control.token")
     kv: Literal["keep", "recompute"] = "keep"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
@@ -195,6 +196,15 @@ class Settings(BaseSettings):
         return self.store.url or str((self.run.dir / "store").absolute())
 
     @property
+    def token_file(self) -> Path:
+        return self.generators.token_file or self.run.dir / "control.token"
+
+    @property
+    def slot_rank(self) -> int:
+        """The ``--max-lora-rank`` of the run's servers."""
+        return self.publish.max_lora_rank or slot_rank(self.policy.rank)
+
+    @property
     def ledger_dir(self) -> Path:
         return self.ledger.dir or self.run.dir / "ledger"
 
@@ -233,6 +243,15 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             value = text  # a bare word is a string
         tree.setdefault(section, {})[key] = value
     return tree
+
+
+def as_environment(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides as environment variables, for a process that reads the same file. Raises ``ConfigError``."""
+    return {
+        f"LORABRIDGE_{section}__{key}".upper(): value if isinstance(value, str) else json.dumps(value)
+        for section, values in _parse(overrides).items()
+        for key, value in values.items()
+    }
 
 
 def _sentence(error: ValidationError | SettingsError) -> str:

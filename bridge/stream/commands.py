@@ -35,7 +35,7 @@ def head(config: options.Config = None, overrides: options.Overrides = None, jso
         answer = {"policy": policy, "standing": standing.value, "manifest": manifest, "redis": mirrored}
         print(msgspec.json.encode(answer).decode())
     else:
-        console = Console()
+        console = Console(soft_wrap=True)
         if stored:
             console.print(f"{policy} version {stored.version}  {stored.digest}  step {stored.step}")
         else:

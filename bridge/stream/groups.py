@@ -7,7 +7,7 @@ group enters the stream in the same call that closes its lease, so it enters onc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import redis
@@ -39,13 +39,14 @@ return {tonumber(number), attempt, now}
 )
 
 # KEYS: leases, holders, attempts, trajectories. ARGV: number, holder, body.
-# The entry's id, or false if the lease is lost.
+# The entry's id, or false if the lease is lost. The entry comes first: if it is refused, the lease still stands.
 _DELIVER = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return false end
+local entry = redis.call('XADD', KEYS[4], '*', 'body', ARGV[3])
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-return redis.call('XADD', KEYS[4], '*', 'body', ARGV[3])
+return entry
 """
 
 # KEYS: leases, holders. ARGV: number, holder. Ends a lease now, so that the group is claimed again at once.
@@ -135,13 +136,15 @@ class GroupReader:
     def __init__(self, client: redis.Redis, keys: Keys, consumer: str) -> None:
         self._client, self._keys, self._consumer = client, keys, consumer
         self._finish = client.register_script(_FINISH)
+        self._given: set[str] = set()  # handed out by read and not finished
         self._backlog = "0"  # what was delivered to us and not finished, from before we started
         ensure_group(client, keys.trajectories, TRAINER_GROUP)
 
     def read(self, block_ms: int) -> tuple[str, Group] | None:
         """(entry id, group), or None if none came within ``block_ms`` milliseconds.
 
-        A trainer that comes back is first given again what it had not finished.
+        A trainer that comes back is first given again what it had not finished. An entry that the server handed out
+        in an answer that was lost on the way (a connection cut at that moment) comes when nothing newer does.
 
         Raises:
             CodecError: the entry is not a group of a known schema.
@@ -158,16 +161,32 @@ class GroupReader:
                 entry, fields = entries[0][0].decode(), entries[0][1]
                 if self._backlog != ">":
                     self._backlog = entry
-                if fields:  # an entry trimmed away while it was pending has none
+                # An entry trimmed away while it was pending has no fields.
+                if fields and entry not in self._given:
+                    self._given.add(entry)
                     return entry, decode_group(fields)
-            elif self._backlog == ">":
-                return None
-            else:
+            elif self._backlog != ">":
                 self._backlog = ">"
+            elif self._pending() > len(self._given):
+                self._backlog = "0"
+            else:
+                return None
 
     def finish(self, entries: Sequence[str]) -> int:
         """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent."""
-        return int(self._finish([self._keys.trajectories, self._keys.groups], [TRAINER_GROUP, *entries]))
+        finished = int(self._finish([self._keys.trajectories, self._keys.groups], [TRAINER_GROUP, *entries]))
+        self._given.difference_update(entries)
+        return finished
+
+    def _pending(self) -> int:
+        """How many entries the server counts as given to us and not finished."""
+        pending = cast(
+            list[dict[str, Any]],
+            self._client.xpending_range(
+                self._keys.trajectories, TRAINER_GROUP, "-", "+", len(self._given) + 1, self._consumer
+            ),
+        )
+        return len(pending)
 
 
 def ensure_group(client: redis.Redis, stream: str, group: str) -> None:

@@ -88,17 +88,21 @@ def repair_head(client: redis.Redis, keys: Keys, store: Store, policy: str) -> M
     Raises:
         HeadConflict: Redis names a version that the store does not have, or other bytes.
     """
-    stored, mirrored = store.newest(policy), read_head(client, keys, policy)
-    standing = compare(stored, mirrored)
-    if standing is Standing.BEHIND:
-        assert stored is not None
-        move_head(client, keys, stored)
-    elif standing is Standing.CONFLICTS:
-        # The store may have moved between our two looks; only a standing conflict is one.
+    while True:
+        # Redis first: what it names is in the store by then, however fast a trainer publishes meanwhile (law 1).
+        mirrored = read_head(client, keys, policy)
         stored = store.newest(policy)
-        if compare(stored, mirrored) is Standing.CONFLICTS:
+        standing = compare(stored, mirrored)
+        if standing is Standing.CONFLICTS:
             raise _conflict(mirrored, stored)
-    return stored
+        if standing is Standing.AGREES:
+            return stored
+        assert stored is not None
+        try:
+            move_head(client, keys, stored)
+        except HeadConflict:
+            continue  # Redis moved on after we looked: look again
+        return stored
 
 
 def decode_announcement(fields: dict[bytes, bytes]) -> Manifest:

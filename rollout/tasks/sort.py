@@ -1,4 +1,4 @@
-"""The demo's environment: put 24 to 30 distinct characters in order.
+"""The demo's environment: put 24 to 28 distinct characters in order.
 
 A prompt reads ``sort:t0kx...`` and the answer is the same characters in ASCII order, digits before letters. The
 characters are distinct, so the next one depends only on the one before it and on what is in the prompt: a model of
@@ -16,7 +16,7 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 INSTRUCTION = "sort:"
 """What a question opens with."""
 
-SHORTEST, LONGEST = 24, 30
+SHORTEST, LONGEST = 24, 28
 """Bounds of an answer's length, in characters, both included."""
 
 

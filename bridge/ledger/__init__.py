@@ -1,0 +1,1 @@
+"""The memory of a run: streams to Parquet files and a chain of commits, and back."""

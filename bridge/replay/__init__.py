@@ -1,0 +1,1 @@
+"""Looking back: what a trajectory holds, and whether the adapters it names did sample it. The ledger is only read."""

@@ -1,0 +1,301 @@
+"""Recomputes the logprobs of sampled tokens with PEFT, in float32, on the KV that the engine had.
+
+Spans whose KV was kept make a chain: each is computed on what the spans before it left in the cache under their own
+adapters. A neighbouring version is tried on one span at a time, on a copy of the same cache, and leaves no trace.
+Chains through the same adapters go through the model together, padded on the right: with a causal model, padding after
+a token does not change it, and where a chain goes on, its padding is masked.
+
+torch, transformers and peft are imported when a ``Scorer`` is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from lorabridge.bridge.adapter import Adapter
+from lorabridge.bridge.digest import hex_of, parse_config
+from lorabridge.bridge.errors import AdapterError, AdapterUnservable, ConfigError, ModelError, StoreError
+from lorabridge.bridge.fingerprint import Fingerprint, fingerprint
+from lorabridge.bridge.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_ROWS = 64
+MAX_LOGITS = 1 << 26
+"""Logits computed at once, 256 MiB in float32: large vocabularies get fewer rows."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens ``start`` to ``end`` (exclusive) of a turn, to be scored under ``digest`` and each neighbour."""
+
+    policy: str
+    version: int
+    digest: str
+    neighbours: tuple[str, ...]
+    start: int
+    end: int
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive pieces of a turn, each continuing on the KV that the ones before it left.
+
+    Attributes:
+        key: the caller's.
+        prompt_ids, token_ids: of the turn, whole; what stands before the first piece is computed under its adapter.
+        divisor: of the logits (``lorabridge.bridge.replay.verdict.divisor`` of the temperature).
+    """
+
+    key: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    divisor: float
+
+    @property
+    def adapters(self) -> tuple[tuple[str, int, str, tuple[str, ...]], ...]:
+        """What it goes through, in order: chains with equal ``adapters`` can share a batch."""
+        return tuple((piece.policy, piece.version, piece.digest, piece.neighbours) for piece in self.pieces)
+
+    @property
+    def length(self) -> int:
+        """Tokens fed to the model: all but the last."""
+        return len(self.prompt_ids) + self.pieces[-1].end - 1
+
+    def fed(self, number: int) -> tuple[int, int]:
+        """Positions that piece ``number`` feeds: from where the one before stopped to all but its last token."""
+        before = len(self.prompt_ids) - 1
+        return (before + self.pieces[number - 1].end if number else 0), before + self.pieces[number].end
+
+
+class PieceScore(msgspec.Struct, frozen=True):
+    """Logprobs in nats, one per token of a piece: under its own adapter, and under each neighbour in order."""
+
+    own: tuple[float, ...]
+    neighbours: tuple[tuple[float, ...], ...]
+
+
+class ChainScore(msgspec.Struct, frozen=True):
+    """One score per piece of ``chain``; or ``problem`` says why there are none."""
+
+    chain: Chain
+    pieces: tuple[PieceScore, ...]
+    problem: str = ""
+
+
+def batches(chains: Sequence[Chain], max_rows: int, max_positions: int) -> Iterator[list[Chain]]:
+    """Chains that can go through the model together, by policy and version, and of similar length.
+
+    Args:
+        chains: in any order.
+        max_rows: chains in a batch.
+        max_positions: rows times longest length in a batch; a chain that is longer goes alone.
+    """
+    ordered = sorted(chains, key=lambda chain: (chain.adapters, chain.length))
+    for _, alike in groupby(ordered, key=lambda chain: chain.adapters):
+        batch: list[Chain] = []
+        for chain in alike:
+            if batch and (len(batch) == max_rows or (len(batch) + 1) * chain.length > max_positions):
+                yield batch
+                batch = []
+            batch.append(chain)
+        yield batch
+
+
+class Scorer:
+    """A base model on the CPU and the adapters used last.
+
+    Attributes:
+        base: fingerprint of the base model's folder.
+        vocabulary: token ids are below it.
+
+    Args:
+        folder: of the base model.
+        store: adapters are read from it by digest, verified.
+        max_adapters: adapters kept in memory.
+        max_rows: chains computed at once.
+
+    Raises:
+        ConfigError: torch, transformers or peft is not installed.
+        ModelError: the folder holds no model that transformers can load.
+    """
+
+    def __init__(self, folder: Path, store: Store, *, max_adapters: int = 8, max_rows: int = MAX_ROWS) -> None:
+        self.base: Fingerprint = fingerprint(folder)
+        model = _load_base(folder)
+        self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._config = model.config
+        self._adapters = _Adapters(model, store, max_adapters)
+        self._max_rows = max_rows
+        self._max_positions = max(1, MAX_LOGITS // self.vocabulary)
+
+    def score(self, chains: Sequence[Chain]) -> Iterator[ChainScore]:
+        """The score of every chain, in the order that is cheapest to compute.
+
+        An adapter that cannot be read or loaded is reported as the ``problem`` of the chains that need it.
+        """
+        # Sliding windows count masked positions too, so that padding inside a chain would shorten them.
+        slides = getattr(self._config, "sliding_window", None) and getattr(self._config, "use_sliding_window", True)
+        together = [chain for chain in chains if len(chain.pieces) == 1 or not slides]
+        alone = [chain for chain in chains if len(chain.pieces) > 1 and slides]
+        for group, rows in ((together, self._max_rows), (alone, 1)):
+            for batch in batches(group, rows, self._max_positions):
+                try:
+                    scores = self._score(batch)
+                except (AdapterError, StoreError) as error:
+                    scores = [ChainScore(chain, (), error.problem) for chain in batch]
+                yield from scores
+
+    def _score(self, chains: list[Chain]) -> list[ChainScore]:
+        import torch
+        from transformers import DynamicCache
+
+        pieces = chains[0].pieces
+        cache = DynamicCache(config=self._config) if len(pieces) > 1 else None
+        seen: torch.Tensor | None = None
+        scored: list[list[PieceScore]] = []
+        with torch.no_grad():
+            for number, piece in enumerate(pieces):
+                step = _Step(chains, number, seen)
+                # The chain's own adapter goes last: it is the one whose KV stays in the cache.
+                others = [step.logprobs(self._adapters.use(d), copy.deepcopy(cache)) for d in piece.neighbours]
+                own = step.logprobs(self._adapters.use(piece.digest), cache)
+                scored.append([PieceScore(row, tuple(o[n] for o in others)) for n, row in enumerate(own)])
+                seen = step.valid
+        return [ChainScore(chain, tuple(s[n] for s in scored)) for n, chain in enumerate(chains)]
+
+
+class _Step:
+    """One piece of every chain in a batch, as tensors of (rows, longest piece) and (scored tokens)."""
+
+    def __init__(self, chains: list[Chain], number: int, seen: torch.Tensor | None) -> None:
+        import torch
+
+        ranges = [chain.fed(number) for chain in chains]
+        width = max(stop - start for start, stop in ranges)
+        rows: list[int] = []
+        columns: list[int] = []
+        targets: list[int] = []
+        self.counts: list[int] = []
+        ids = torch.zeros(len(chains), width, dtype=torch.long)
+        valid = torch.zeros(len(chains), width, dtype=torch.long)
+        for row, (chain, (start, stop)) in enumerate(zip(chains, ranges, strict=True)):
+            piece = chain.pieces[number]
+            ids[row, : stop - start] = torch.tensor((chain.prompt_ids + chain.token_ids)[start:stop])
+            valid[row, : stop - start] = 1
+            count = piece.end - piece.start
+            rows += [row] * count
+            columns += range(stop - start - count, stop - start)  # the position before each token predicts it
+            targets += chain.token_ids[piece.start : piece.end]
+            self.counts.append(count)
+        self.ids = ids
+        self.positions = torch.tensor([start for start, _ in ranges])[:, None] + torch.arange(width)
+        self.valid = valid if seen is None else torch.cat([seen, valid], dim=1)
+        # Without KV before it a causal mask is enough, and faster.
+        self.mask = None if seen is None else self.valid
+        self.keep = width - min(columns)
+        self.at = torch.tensor(rows), torch.tensor(columns) - (width - self.keep)
+        self.targets = torch.tensor(targets)[:, None]
+        self.divisors = torch.tensor([chains[row].divisor for row in rows])[:, None]
+
+    def logprobs(self, model: Any, cache: Any) -> list[tuple[float, ...]]:
+        """Logprobs of every row's tokens; ``cache`` (None: keep no KV) grows by this step."""
+        logits: torch.Tensor = model(
+            input_ids=self.ids,
+            position_ids=self.positions,
+            attention_mask=self.mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=self.keep,
+        ).logits
+        every = (logits[self.at].float() / self.divisors).log_softmax(-1)
+        flat: list[float] = every.gather(1, self.targets)[:, 0].tolist()
+        ends = [sum(self.counts[: n + 1]) for n in range(len(self.counts))]
+        return [tuple(flat[end - count : end]) for end, count in zip(ends, self.counts, strict=True)]
+
+
+class _Adapters:
+    """The base model, wrapped by PEFT with the adapters used last, of which one is active."""
+
+    def __init__(self, base: Any, store: Store, capacity: int) -> None:
+        self._base = base
+        self._model: Any = None
+        self._store = store
+        self._capacity = max(1, capacity)
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+
+    def use(self, digest: str) -> Any:
+        """The model with that adapter active.
+
+        Raises:
+            StoreError: the bytes are not there, or not those that the digest names.
+            AdapterError: PEFT cannot put them on this base.
+        """
+        name = hex_of(digest)
+        if name not in self._loaded:
+            self._load(name, self._store.read(digest))
+            self._loaded[name] = None
+        self._loaded.move_to_end(name)
+        self._model.set_adapter(name)
+        while len(self._loaded) > self._capacity:
+            oldest, _ = self._loaded.popitem(last=False)
+            self._model.delete_adapter(oldest)
+        return self._model
+
+    def _load(self, name: str, adapter: Adapter) -> None:
+        from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        fields = parse_config(adapter.config)
+        try:
+            # Initial values would be overwritten; an unknown field is an error here, never ignored.
+            config = LoraConfig(**{"init_lora_weights": False, **fields})
+            if self._model is None:
+                self._model = PeftModel(self._base, config, adapter_name=name).eval()
+            else:
+                self._model.add_adapter(name, config)
+                self._model.eval()
+            result = set_peft_model_state_dict(self._model, load(adapter.tensors), adapter_name=name)
+            unmatched = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{name}." in key)]
+            if unmatched:
+                raise ValueError(f"{unmatched[0]} has no counterpart")
+        except (TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            if self._model is not None and name in self._model.peft_config:
+                self._model.delete_adapter(name)
+            raise AdapterUnservable(
+                f"sha256:{name} does not fit the base model: {str(error).splitlines()[0]}",
+                action="Check that [model] path is the base it was trained on",
+            ) from error
+
+
+def _load_base(folder: Path) -> Any:
+    """The model in float32, ready for inference. Only safetensors are read."""
+    try:
+        import peft  # noqa: F401  (here, so that it is missed before anything is computed)
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ConfigError(f"replay needs {error.name}", action='pip install "lorabridge[audit]"') from error
+    import torch
+
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder} cannot be loaded: {str(error).splitlines()[0]}", action="Check [model] path"
+        ) from error
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,141 @@
+"""The processes of a run: started, watched and stopped, with nothing left behind (see ``guard``)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from lorabridge.bridge.errors import ProcessDied
+from lorabridge.bridge.run.guard import KILL
+
+_TICK_S = 0.05
+_TAIL_BYTES = 64 * 1024
+_LINE = 300
+_OWN_CODES = range(2, 11)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FAILURE = re.compile(r"(?:^|\s)(?:\w+\.)*\w*(?:Error|Exception|Killed)\b.{0,4}: ")
+_OWN = re.compile(r"^lorabridge: (?P<sentence>.+)$")
+
+
+class Child:
+    """One process of the run, in a session of its own, its output in ``log``.
+
+    Attributes:
+        name: what people call it.
+        log: where its output goes.
+        asked: whether it was asked to stop.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str],
+        ends_with: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """Start it. ``ends_with`` are exit codes of a proper end; none: it runs until it is asked to stop."""
+        self.name, self.log = name, log
+        self.asked = False
+        self._ends_with = ends_with
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._from = output.tell()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lorabridge.bridge.run.guard", *command],
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
+                start_new_session=True, env=dict(environment),
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard; the process and all it starts are its descendants."""
+        return self._guard.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, 128 + n if signal n ended it; None while it runs."""
+        code = self._guard.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended when it should not have, or not as it should have."""
+        return self.code is not None and not self.asked and self.code not in self._ends_with
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, once."""
+        if not self.asked:
+            self.asked = True
+            self._guard.terminate()
+
+    def kill(self) -> None:
+        """Kill it and all it started."""
+        self.asked = True
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.write(KILL)
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended
+
+    def wait(self) -> None:
+        """Wait until it and all it started are gone."""
+        self._guard.wait()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+
+    def output(self) -> str:
+        """The end of what it wrote since it started."""
+        with self.log.open("rb") as log:
+            log.seek(max(self._from, self.log.stat().st_size - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+
+def stop(stages: Sequence[Sequence[Child]], *, within_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Stop children stage by stage: SIGTERM, wait, kill. Each stage gets its share of what is left of ``within_s``.
+
+    When ``hurry()`` turns true, what is left is killed at once.
+    """
+    deadline = time.monotonic() + within_s
+    try:
+        for number, stage in enumerate(stages):
+            now = time.monotonic()
+            until = now + max(0, deadline - now) / (len(stages) - number)
+            for child in stage:
+                child.ask_to_stop()
+            while any(child.code is None for child in stage) and time.monotonic() < until and not hurry():
+                time.sleep(_TICK_S)
+            for child in stage:
+                child.kill()
+    finally:
+        everyone = [child for stage in stages for child in stage]
+        for child in everyone:
+            child.kill()
+        for child in everyone:
+            child.wait()
+
+
+def died(child: Child) -> ProcessDied:
+    """The error for a child that ended when it should not have: its exit code is the child's, if that is a documented
+    one, so that a wrong password is exit code 3 whoever noticed it."""
+    code, words = child.code, last_words(child.output())
+    error = ProcessDied(
+        f"{child.name} ended ({_ending(code)}): {words or 'it wrote nothing'}", action=f"Its log is {child.log}"
+    )
+    if code is not None and code in _OWN_CODES:
+        error.exit_code = code
+    return error
+
+
+def last_words(output: str, most: int = 2) -> str:
+    """The lines of a log that say why its process ended, at most ``most`` of them, or the last one."""
+    lines = [line for raw in output.splitlines() if (line := _COLOUR.sub("", raw).strip())]
+    own = [found["sentence"] for line in lines if (found := _OWN.match(line))]
+    telling = [line for line in dict.fromkeys(lines) if _FAILURE.search(line)]
+    return " / ".join(line[:_LINE] for line in own[-1:] or telling[-most:] or lines[-1:])
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code > 128:
+        return f"killed by signal {code - 128}"
+    return f"exit code {code}"

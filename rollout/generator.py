@@ -1,0 +1,200 @@
+"""The only client of a vLLM server: sampling through its public door, state and swaps through its control door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from lorabridge.bridge.errors import (
+    GeneratorError,
+    GeneratorUnreachable,
+    PluginMissing,
+    Quarantined,
+    SwapFailed,
+    TokenRefused,
+)
+from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.residency import EngineSpan, Residency
+from lorabridge.bridge.trajectory import FinishReason, Sampling
+from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, SwapReply, SwapRequest
+
+_PASSING = (aiohttp.ClientConnectionError, TimeoutError)
+T = TypeVar("T")
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled completion as the engine reports it; ``spans`` is None if the engine reported none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[EngineSpan, ...] | None
+    finish_reason: FinishReason
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: tuple[int, ...] = ()
+    logprobs: _Logprobs | None = None
+    weight_versions: tuple[EngineSpan, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Moved(Exception):
+    """The generator is at another instance or epoch than the swap named: look again."""
+
+
+class Generator:
+    """Use as an async context manager.
+
+    Args:
+        url: public door, ``http://host:port``.
+        control: control door, ``http://host:port`` or ``unix:PATH``.
+        token: of the control door.
+        connections: requests to the public door at once.
+    """
+
+    def __init__(self, url: str, control: str, token: str, connections: int) -> None:
+        self.url, self._control_url = url.rstrip("/"), control.rstrip("/")
+        self._token, self._connections = token, connections
+
+    async def __aenter__(self) -> Generator:
+        unlimited = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        self._public = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._connections), timeout=unlimited)
+        connector: aiohttp.BaseConnector | None = None
+        if self._control_url.startswith(UNIX):
+            connector = aiohttp.UnixConnector(self._control_url.removeprefix(UNIX))
+        self._control = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=120, sock_connect=10),
+            headers={"Authorization": f"Bearer {self._token}"},
+        )
+        self._control_base = "http://control" if connector else self._control_url
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._public.close()
+        await self._control.close()
+
+    async def state(self) -> GeneratorState:
+        """What it serves now and how it was started. Raises ``GeneratorError``."""
+        return _parse(GeneratorState, await self._ask("GET", "/state"))
+
+    async def residencies(self, after: int) -> list[Residency]:
+        """Its residency records of epochs later than ``after``. Raises ``GeneratorError``."""
+        return _parse(list[Residency], await self._ask("GET", f"/residency?after={after}"))
+
+    async def swap(self, manifest: Manifest, now: Residency) -> SwapReply:
+        """Have it serve ``manifest``, if it still is at ``now``.
+
+        Raises:
+            Moved: it is not; read its state and try again.
+            SwapFailed: it serves what it served before.
+            GeneratorError: unreachable, in quarantine, or the token is wrong.
+        """
+        request = SwapRequest(
+            policy=manifest.policy,
+            version=manifest.version,
+            digest=manifest.digest,
+            instance=now.instance,
+            epoch=now.epoch,
+        )
+        return _parse(SwapReply, await self._ask("POST", "/swap", msgspec.json.encode(request)))
+
+    async def sample(
+        self, policy: str, prompt: Sequence[int], sampling: Sampling, seed: int, eos: Sequence[int]
+    ) -> Completion:
+        """Sample one completion of ``prompt`` (token ids) from ``policy``.
+
+        Raises:
+            GeneratorUnreachable: it went away; the sample is lost.
+            GeneratorError: it refused.
+        """
+        parameters = {**msgspec.to_builtins(sampling), "seed": seed, "logprobs": 0, "stop_token_ids": list(eos)}
+        body = {"model": policy, "token_ids": list(prompt), "sampling_params": parameters}
+        try:
+            async with self._public.post(
+                self.url + GENERATE, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
+            ) as reply:
+                answer = await reply.read()
+                if reply.status != 200:
+                    raise _refusal(self.url, reply.status, answer)
+        except _PASSING as error:
+            raise self._gone(error) from error
+        (choice,) = _parse(_Generated, answer).choices
+        if choice.logprobs is None or choice.finish_reason is None:
+            raise GeneratorError(
+                f"{self.url} ended a completion with {choice.finish_reason!r}", action="See the server's log"
+            )
+        return Completion(
+            token_ids=choice.token_ids,
+            logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
+            spans=choice.weight_versions,
+            finish_reason=choice.finish_reason,
+        )
+
+    async def healthy(self) -> bool:
+        """Whether the public door answers that the engine lives."""
+        try:
+            async with self._public.get(self.url + "/health") as reply:
+                return reply.status == 200
+        except _PASSING:
+            return False
+
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        try:
+            async with self._control.request(method, self._control_base + path, data=body) as reply:
+                answer = await reply.read()
+        except _PASSING as error:
+            if await self.healthy():
+                raise PluginMissing(
+                    f"{self.url} is a vLLM server, but nothing answers at its control door {self._control_url}",
+                    action="Start it with `lorabridge serve`, or correct [generators] control",
+                ) from error
+            raise self._gone(error) from error
+        if reply.status == 200:
+            return answer
+        raise _refusal(self._control_url, reply.status, answer)
+
+    def _gone(self, error: BaseException) -> GeneratorUnreachable:
+        return GeneratorUnreachable(
+            f"{self.url} does not answer: {error or type(error).__name__}", action="Is the server up? See its log"
+        )
+
+
+def _refusal(where: str, status: int, answer: bytes) -> Exception:
+    """The error that a refusal stands for."""
+    try:
+        why = str(msgspec.json.decode(answer)["error"]["message"]).removeprefix("lorabridge: ")
+    except (msgspec.DecodeError, KeyError, TypeError):
+        why = answer[:200].decode(errors="replace")
+    kinds: dict[int, Exception] = {
+        401: TokenRefused(f"{where} refused the control token", action="Use the token the server was started with"),
+        404: GeneratorError(f"{where}: {why}", action="Is it a server started with `lorabridge serve`?"),
+        409: Moved(why),
+        422: SwapFailed(f"{where}: {why}", action="See the server's log"),
+        424: SwapFailed(f"{where}: {why}", action="Check that the server's [store] url is the trainer's store"),
+        503: Quarantined(f"{where}: {why}", action="Restart this generator"),
+    }
+    return kinds.get(status) or GeneratorError(f"{where} answered {status}: {why}", action="See the server's log")
+
+
+def _parse(kind: type[T], answer: bytes) -> T:
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PluginMissing(
+            f"an answer that is not ours: {error}", action="Run the same lorabridge in servers and workers"
+        ) from error

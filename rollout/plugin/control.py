@@ -1,0 +1,43 @@
+"""What the control door answers: the generator's state, its residency records, and swaps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lorabridge.bridge.residency import Residency
+from lorabridge.rollout.plugin.adapters import FileLog
+from lorabridge.rollout.plugin.swap import Swapper
+from lorabridge.rollout.wire import EngineFacts, GeneratorState, SwapReply, SwapRequest
+
+
+class Control:
+    """Joins swapper, log and facts for the two doors."""
+
+    def __init__(self, swapper: Swapper, log: FileLog, facts: EngineFacts, running: Callable[[], int]) -> None:
+        self._swapper, self._log, self._facts, self._running = swapper, log, facts, running
+
+    def state(self) -> GeneratorState:
+        return GeneratorState(
+            residency=self._swapper.residency,
+            quarantine=self._swapper.quarantine,
+            running=self._running(),
+            facts=self._facts,
+        )
+
+    def residencies(self, after: int) -> list[Residency]:
+        """Records of epochs later than ``after``, in order."""
+        return [record for record in self._log.records if record.epoch > after]
+
+    async def swap(self, request: SwapRequest) -> SwapReply:
+        """See ``Swapper.swap``."""
+        return await self._swapper.swap(request)
+
+    def refusal(self, model: str | None) -> tuple[int, str] | None:
+        """Why a request for ``model`` is refused (status, reason), or None if it may be sampled."""
+        if self._swapper.quarantine is not None:
+            return 503, f"this generator is in quarantine: {self._swapper.quarantine}"
+        if model is None:
+            return 400, "the request names no model; name the policy to sample from"
+        if model not in self._swapper.residency.serves:
+            return 404, f"no policy {model!r} is served here; the base does not answer for it"
+        return None

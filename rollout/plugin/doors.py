@@ -1,0 +1,175 @@
+"""Two doors (law 9). The public one lets through what generation needs; the other needs the control token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from lorabridge.bridge.errors import BridgeError, Quarantined, StoreError
+from lorabridge.rollout.plugin.control import Control
+from lorabridge.rollout.plugin.swap import Outdated
+from lorabridge.rollout.wire import GENERATE, SwapRequest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, State
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_ALLOWED = frozenset({("GET", "/health"), ("POST", GENERATE)})
+_MAX_PUBLIC = 64 * 1024 * 1024
+_MAX_CONTROL = 64 * 1024
+
+
+class PublicDoor:
+    """ASGI middleware in front of vLLM's routes: an allowlist, and no request without a served policy (law 8).
+
+    ``state.lorabridge`` is the ``Control`` once the plugin has started; before that only ``/health`` answers.
+    """
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http" or (scope["method"], scope["path"]) not in _ALLOWED:
+            return await _refuse(403, "not served on this port")(scope, receive, send)
+        if scope["path"] != GENERATE:
+            return await self._app(scope, receive, send)
+        body = await read_capped(scope, receive, _MAX_PUBLIC)
+        if body is None:
+            return await _refuse(413, f"a request of more than {_MAX_PUBLIC} bytes")(scope, receive, send)
+        control: Control | None = getattr(self._state, "lorabridge", None)
+        refusal = control.refusal(model_of(body)) if control else (503, "starting")
+        if refusal is not None:
+            return await _refuse(*refusal)(scope, receive, send)
+        return await self._app(scope, _replay(body, receive), send)
+
+
+class _Model(msgspec.Struct):
+    model: str | None = None
+
+
+def model_of(body: bytes) -> str | None:
+    """The model that a request names, None if it names none or is not a JSON object."""
+    try:
+        return msgspec.json.decode(body, type=_Model).model
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+async def read_capped(scope: Scope, receive: Receive, limit: int) -> bytes | None:
+    """A request's body, or None if it is longer than ``limit`` bytes; no more than that is ever held."""
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        return None
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > limit:
+            return None
+        if message["type"] == "http.disconnect" or not message.get("more_body"):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give the body once more, then whatever comes next (a client that goes away)."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def control_app(control: Control, token: str) -> ASGIApp:
+    """The control door: every path, known or not, answers 401 without the token."""
+    routes = [
+        Route("/state", _guarded(_state), methods=["GET"]),
+        Route("/residency", _guarded(_residency), methods=["GET"]),
+        Route("/swap", _guarded(_swap), methods=["POST"]),
+        Route("/metrics", _guarded(_metrics), methods=["GET"]),
+    ]
+    app = Starlette(routes=routes)
+    app.state.control = control
+    return TokenGuard(app, token)
+
+
+class TokenGuard:
+    """ASGI middleware: ``Authorization: Bearer <token>``, compared in constant time, or 401."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                return await _refuse(401, "the control token is wrong or missing")(scope, receive, send)
+        elif scope["type"] != "lifespan":
+            return await _refuse(403, "not served on this port")(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+Handler = Callable[[Control, Request], Awaitable[Response]]
+
+
+def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Turn our errors into status codes, once for every route."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request.app.state.control, request)
+        except Outdated as error:
+            return _refuse(409, str(error))
+        except msgspec.DecodeError as error:
+            return _refuse(400, f"not a swap request: {error}")
+        except StoreError as error:
+            return _refuse(424, error.diagnostics())
+        except Quarantined as error:
+            return _refuse(503, error.diagnostics())
+        except BridgeError as error:
+            return _refuse(422, error.diagnostics())
+
+    return answer
+
+
+async def _state(control: Control, request: Request) -> Response:
+    return _json(control.state())
+
+
+async def _residency(control: Control, request: Request) -> Response:
+    after = request.query_params.get("after", "-1")
+    if not after.removeprefix("-").isdigit():
+        return _refuse(400, "after is not an epoch")
+    return _json(control.residencies(int(after)))
+
+
+async def _swap(control: Control, request: Request) -> Response:
+    body = await read_capped(request.scope, request.receive, _MAX_CONTROL)
+    if body is None:
+        return _refuse(413, f"a swap request of more than {_MAX_CONTROL} bytes")
+    return _json(await control.swap(msgspec.json.decode(body, type=SwapRequest)))
+
+
+async def _metrics(control: Control, request: Request) -> Response:
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _refuse(status: int, why: str) -> Response:
+    """An answer in OpenAI's error form."""
+    return JSONResponse({"error": {"message": f"lorabridge: {why}", "code": status}}, status_code=status)

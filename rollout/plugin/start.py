@@ -1,0 +1,129 @@
+"""Start the plugin inside vLLM's API server: check what it was started with, then open the control door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from lorabridge.bridge.errors import GeneratorError, PortTaken
+from lorabridge.bridge.fingerprint import fingerprint
+from lorabridge.bridge.model import model_folder
+from lorabridge.bridge.settings import GeneratorsSection, Settings, load
+from lorabridge.bridge.store import open_store
+from lorabridge.rollout.plugin.adapters import FileLog, LocalAdapters
+from lorabridge.rollout.plugin.control import Control
+from lorabridge.rollout.plugin.doors import control_app
+from lorabridge.rollout.plugin.swap import Swapper
+from lorabridge.rollout.plugin.vllm_engine import VllmEngine
+from lorabridge.rollout.token import control_token
+from lorabridge.rollout.wire import UNIX, EngineFacts
+from starlette.datastructures import State
+
+CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
+
+
+async def start(client: Any, state: State, args: Namespace) -> None:
+    """Put the ``Control`` into ``state.lorabridge`` and open its door.
+
+    Raises:
+        GeneratorError: the server was started with something that makes spans or swaps untrue.
+        ConfigError: no control token, or a bad configuration.
+    """
+    file = os.environ.get(CONFIG_VARIABLE)
+    settings = load(Path(file) if file else None)
+    token = control_token(settings)
+    refuse_flags(args, os.environ)
+    engine = VllmEngine(client, state.openai_serving_models)
+    missing = await engine.missing() if settings.generators.kv == "keep" else []
+    if missing:
+        raise GeneratorError(
+            f"this vLLM lacks {', '.join(missing)}, which kv = 'keep' needs",
+            action="Start with generators.kv=recompute",
+        )
+    # Held by the state, so that the folder goes when the server does.
+    state.lorabridge_folder = tempfile.TemporaryDirectory(prefix="lorabridge-")
+    control = await _control(client, args, engine, settings, Path(state.lorabridge_folder.name))
+    state.lorabridge_door = _open_door(control, token, settings.generators)
+    state.lorabridge = control
+
+
+def refuse_flags(args: Namespace, environment: Any) -> None:
+    """Refuse a server whose flags would make a span or a swap untrue. Raises ``GeneratorError``."""
+    wrong = None
+    if (args.api_server_count or 1) != 1:
+        wrong = "--api-server-count is not 1: only one of them would learn of a swap"
+    elif not args.enable_lora:
+        wrong = "--enable-lora is missing"
+    elif not args.enable_scale_out:
+        wrong = "--enable-scale-out is missing, and with it the route that reports spans"
+    elif "Attest" not in (args.worker_extension_cls or ""):
+        wrong = "--worker-extension-cls lorabridge.rollout.plugin.attest.Attest is missing"
+    elif environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true"):
+        wrong = "VLLM_ALLOW_RUNTIME_LORA_UPDATING is on, which opens doors that need no token"
+    elif environment.get("VLLM_SERVER_DEV_MODE", "0").lower() in ("1", "true"):
+        wrong = "VLLM_SERVER_DEV_MODE is on, which opens doors that need no token"
+    if wrong:
+        raise GeneratorError(wrong, action="Start it with `lorabridge serve`, or as `lorabridge serve --print` says")
+
+
+async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: Settings, folder: Path) -> Control:
+    config = client.vllm_config
+    instance = secrets.token_hex(4)
+    log = FileLog(settings.run.dir / "residency" / f"{instance}.jsonl")
+    store = open_store(settings.store_url, settings.store.max_adapter_bytes)
+    swapper = Swapper(
+        engine, LocalAdapters(store, folder), log, generator=f"{socket.gethostname()}:{args.port}",
+        instance=instance, kv=settings.generators.kv, slots=config.lora_config.max_loras,
+    )  # fmt: skip
+    await swapper.begin()
+    folder_of_model = model_folder(config.model_config.model, config.model_config.revision, download=False)
+    facts = EngineFacts(
+        base=await asyncio.to_thread(fingerprint, folder_of_model),
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        logprobs_mode=str(config.model_config.logprobs_mode),
+        max_lora_rank=config.lora_config.max_lora_rank,
+        max_loras=config.lora_config.max_loras,
+        max_model_len=config.model_config.max_model_len,
+    )
+    return Control(swapper, log, facts, running=lambda: len(client.output_processor.request_states))
+
+
+class ControlServer(uvicorn.Server):
+    """A second server in vLLM's own event loop; signals stay with vLLM."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _open_door(control: Control, token: str, section: GeneratorsSection) -> asyncio.Task[None]:
+    """Serve the control door for as long as the returned task is held."""
+    config = uvicorn.Config(control_app(control, token), log_level="warning", lifespan="off")
+    return asyncio.create_task(ControlServer(config).serve(sockets=[_listen(section)]))
+
+
+def _listen(section: GeneratorsSection) -> socket.socket:
+    """A bound socket for the control door: a Unix socket for its owner only, or TCP."""
+    if section.control_host.startswith(UNIX):
+        path = Path(section.control_host.removeprefix(UNIX))
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        return listener
+    try:
+        return socket.create_server((section.control_host, section.control_port))
+    except OSError as error:
+        raise PortTaken(
+            f"cannot listen on {section.control_host}:{section.control_port}: {error}",
+            action="Choose another [generators] control_port",
+        ) from error

@@ -1,0 +1,161 @@
+"""The swap: proven before served (law 10), one path per load (law 4), on record before it is labelled (law 3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
+from lorabridge.bridge.residency import KvMode, Residency, Served
+from lorabridge.rollout.plugin.vllm_engine import Engine, PlacementFailed
+from lorabridge.rollout.wire import SwapReply, SwapRequest
+
+
+class Outdated(Exception):
+    """The request names another instance or epoch than this one: its sender must look again."""
+
+
+class Adapters(Protocol):
+    """Verified adapters on this machine."""
+
+    def link(self, digest: str) -> Path:
+        """A path never used before to the adapter, verified. Raises ``StoreError``; blocks."""
+        ...
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Other adapters may be removed from this machine."""
+        ...
+
+
+class ResidencyLog(Protocol):
+    """Where epochs are put on record."""
+
+    def append(self, record: Residency) -> None:
+        """Durable on return."""
+        ...
+
+
+class Swapper:
+    """What one instance serves, and the only way it changes.
+
+    Attributes:
+        residency: the running epoch.
+        quarantine: why this generator must not sample, or None.
+    """
+
+    def __init__(
+        self, engine: Engine, adapters: Adapters, log: ResidencyLog, *, generator: str, instance: str, kv: KvMode,
+        slots: int,
+    ) -> None:  # fmt: skip
+        self._engine, self._adapters, self._log = engine, adapters, log
+        self._slots = slots
+        self._lock = asyncio.Lock()
+        self.quarantine: str | None = None
+        self.residency = Residency(
+            generator=generator, instance=instance, epoch=0, kv=kv, serves={}, at_ms=time.time_ns() // 1_000_000
+        )
+
+    async def begin(self) -> None:
+        """Label the engine with epoch 0, which serves nothing."""
+        self._log.append(self.residency)
+        await self._engine.label(self.residency.label)
+
+    async def swap(self, request: SwapRequest) -> SwapReply:
+        """Serve what is asked for. Asking for what is served already does nothing.
+
+        Raises:
+            Outdated: another instance or epoch than the request names.
+            SwapFailed: it is not served; what was served before is served again, or the policy is not served at all.
+            Quarantined: neither could be proven; this generator samples no more.
+            StoreError: the digest could not be fetched and verified; nothing was paused.
+        """
+        async with self._lock:
+            if self.quarantine is not None:
+                raise _quarantined(self.quarantine)
+            now = self.residency
+            wanted = Served(version=request.version, digest=request.digest)
+            if request.instance == now.instance and now.serves.get(request.policy) == wanted:
+                return SwapReply(residency=now, phases_ms={})
+            if (request.instance, request.epoch) != (now.instance, now.epoch):
+                raise Outdated(f"this is {now.label}, not {request.instance}:{request.epoch}")
+            if len(now.serves.keys() | {request.policy}) > self._slots:
+                raise SwapFailed(f"all {self._slots} slots are taken", action="Serve with more --max-loras")
+            return await self._swap(request.policy, wanted)
+
+    async def _swap(self, policy: str, wanted: Served) -> SwapReply:
+        watch = Stopwatch()
+        path = await asyncio.to_thread(self._adapters.link, wanted.digest)
+        watch.lap("fetch")
+        failure: PlacementFailed | None = None
+        try:
+            await self._engine.pause(self.residency.kv)
+            watch.lap("pause")
+            serves = dict(self.residency.serves)
+            try:
+                await self._engine.place(policy, path)
+                serves[policy] = wanted
+            except PlacementFailed as error:
+                failure = error
+                serves = await self._put_back(policy, serves, error)
+            watch.lap("place")
+            if self.residency.kv == "keep":
+                await self._engine.forget_prefixes()
+            await self._enter(serves)
+            watch.lap("label")
+            await self._engine.resume()
+            watch.lap("resume")
+        except Exception as error:
+            # Nothing is known of the slot any more, so nothing may be sampled: the engine stays paused.
+            self.quarantine = self.quarantine or f"a swap broke off: {error!r}"
+            raise _quarantined(self.quarantine) from error
+        self._adapters.keep_only({served.digest for served in serves.values()})
+        if self.quarantine is not None:
+            raise _quarantined(self.quarantine)
+        if failure is not None:
+            raise SwapFailed(
+                f"{policy} version {wanted.version} was not put in place: {failure}",
+                action="See the server's log; check that the adapter was trained on this base model",
+            ) from failure
+        return SwapReply(residency=self.residency, phases_ms=watch.laps_ms)
+
+    async def _put_back(self, policy: str, serves: dict[str, Served], failure: Exception) -> dict[str, Served]:
+        """After a failed placement: the previous adapter, proven again, or none. What is served then."""
+        previous = serves.pop(policy, None)
+        if previous is not None:
+            try:
+                path = await asyncio.to_thread(self._adapters.link, previous.digest)
+                await self._engine.place(policy, path)
+                return {**serves, policy: previous}
+            except (PlacementFailed, BridgeError) as error:
+                self.quarantine = f"{policy}: {failure}; and its previous adapter could not be put back: {error}"
+        await self._engine.remove(policy)
+        return serves
+
+    async def _enter(self, serves: dict[str, Served]) -> None:
+        """Begin the next epoch: on record first, then on every token."""
+        record = msgspec.structs.replace(
+            self.residency, epoch=self.residency.epoch + 1, serves=serves, at_ms=time.time_ns() // 1_000_000
+        )
+        self._log.append(record)
+        self.residency = record
+        await self._engine.label(record.label)
+
+
+class Stopwatch:
+    """Milliseconds between laps, by name."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps_ms: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps_ms[name] = (now - self._last) * 1000
+        self._last = now
+
+
+def _quarantined(reason: str) -> Quarantined:
+    return Quarantined(f"it samples no more: {reason}", action="Restart this generator")

@@ -1,0 +1,89 @@
+"""The only file of the plugin that knows vLLM's objects: what a swap needs of the engine, in our words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from lorabridge.bridge.residency import KvMode
+from lorabridge.rollout.plugin.engine import ABORT, FORGET, MISSING
+
+
+class PlacementFailed(Exception):
+    """The adapter did not get into the slot, or what is in the slot is not the adapter. ``str`` says what was seen."""
+
+
+class Engine(Protocol):
+    """What a swap needs; ``VllmEngine`` is the real one."""
+
+    async def pause(self, kv: KvMode) -> None: ...
+
+    async def place(self, policy: str, folder: Path) -> None:
+        """Put the adapter into the policy's slot and attest it. Raises ``PlacementFailed``."""
+        ...
+
+    async def remove(self, policy: str) -> None:
+        """End the policy's requests and take its adapter out. Raises ``PlacementFailed`` if it is still resident."""
+        ...
+
+    async def forget_prefixes(self) -> None: ...
+
+    async def label(self, label: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class VllmEngine:
+    """vLLM 0.32: ``AsyncLLM`` and ``OpenAIServingModels``."""
+
+    def __init__(self, client: Any, models: Any) -> None:
+        self._client, self._models = client, models
+
+    async def missing(self) -> list[str]:
+        """What this engine lacks that ``kv = "keep"`` leans on."""
+        missing: list[str] = await self._client.engine_core.call_utility_async(MISSING)
+        return missing
+
+    async def pause(self, kv: KvMode) -> None:
+        # pause_generation does the same and then sleeps for 20 ms.
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv == "recompute")
+
+    async def place(self, policy: str, folder: Path) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        load = LoadLoRAAdapterRequest(lora_name=policy, lora_path=str(folder), load_inplace=True)
+        answer = await self._models.load_lora_adapter(load)
+        if not isinstance(answer, str):
+            raise PlacementFailed(f"vLLM did not load it: {answer.error.message}")
+        request = self._models.lora_requests[policy]
+        request.load_inplace = False  # else every request re-reads the adapter from disk at every step
+        for rank, seen in enumerate(await self._client.collective_rpc(
+            "lorabridge_attest", args=(request.lora_int_id, str(folder))
+        )):  # fmt: skip
+            if not seen["resident"]:
+                raise PlacementFailed(f"rank {rank}: the adapter is in no slot")
+            if seen["unplaced"]:
+                raise PlacementFailed(f"rank {rank}: no module of the model takes {seen['unplaced'][0]}")
+            if not seen["applied"]:
+                raise PlacementFailed(f"rank {rank}: the adapter changes no module")
+            if seen["different"]:
+                raise PlacementFailed(f"rank {rank}: the slot of {seen['different'][0]} held something else")
+
+    async def remove(self, policy: str) -> None:
+        request = self._models.lora_requests.pop(policy, None)
+        if request is None:
+            return
+        await self._client.engine_core.call_utility_async(ABORT, request.lora_int_id)
+        await self._client.remove_lora(request.lora_int_id)
+        for rank, resident in enumerate(await self._client.collective_rpc("lorabridge_resident")):
+            if request.lora_int_id in resident:
+                raise PlacementFailed(f"rank {rank}: the adapter of {policy} is still in its slot")
+
+    async def forget_prefixes(self) -> None:
+        await self._client.engine_core.call_utility_async(FORGET)
+
+    async def label(self, label: str) -> None:
+        await self._client.update_weight_version(label)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()

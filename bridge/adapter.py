@@ -151,7 +151,7 @@ def largest_rank(config: dict[str, Any]) -> int:
     for name, rank in ranks:
         if type(rank) is not int or rank < 1:
             raise AdapterCorrupt(f"{name} is {rank!r}, not a rank", action=_SAVE_AGAIN)
-    return max(rank for _, rank in ranks)
+    return int(max(rank for _, rank in ranks))
 
 
 def _rank_of(module: str, config: dict[str, Any]) -> int:

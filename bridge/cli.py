@@ -9,7 +9,6 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-import click
 import typer
 from lorabridge.bridge.errors import BridgeError, ConfigError
 
@@ -17,6 +16,10 @@ _EPILOG = (
     "Exit codes: 0 yes or done, 1 no, 2 usage or configuration, 3 Redis, 4 adapter store, 5 generator, 6 adapter or "
     "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted."
 )
+
+# click's ClickException: typer carries its own copy of click from 0.2x on, and used click itself before.
+_USAGE: Any = typer.BadParameter.__mro__[2]
+_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def build() -> typer.Typer:
@@ -34,7 +37,8 @@ def build() -> typer.Typer:
         try:
             command: Any = entry.load()
         except ImportError as error:
-            command = _unavailable(entry.name, error)
+            app.command(entry.name, context_settings=_ANYTHING)(_unavailable(entry.name, error))
+            continue
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=entry.name)
         else:
@@ -64,15 +68,12 @@ def run(args: list[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except BridgeError as error:
         return _fail(error.diagnostics(), error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _USAGE as error:
         error.show()
         return 2
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return 130
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
     except BrokenPipeError:
         return 0

@@ -31,7 +31,7 @@ from pydantic_settings import (
 class Section(BaseModel):
     """A table of the configuration: unknown keys are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -223,7 +223,7 @@ def load(file: Path | None, overrides: Sequence[str] = ()) -> Settings:
 
     try:
         return FromFile(**_parse(overrides))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}", action="Correct that line") from error
     except (ValidationError, SettingsError) as error:
         where = f"{file}: " if file else ""
@@ -298,7 +298,8 @@ def to_toml(settings: Settings) -> str:
 
 def _toml(value: object) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value)  # JSON's strings, numbers and booleans are TOML's
+    # JSON's strings, numbers and booleans are TOML's, but for surrogate pairs and the one control character it leaves.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

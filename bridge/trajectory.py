@@ -67,6 +67,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group, attempt, index: which group, which try at it, which of its completions.
         environment: digest of the environment's code.
+        seed: of the run: the order of the prompts. Sampling itself has no seed.
         prompt: digest of the prompt's token ids.
         base: digest over the base fingerprint.
         logprobs_mode: vLLM's ``--logprobs-mode``.

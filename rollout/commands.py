@@ -31,7 +31,7 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
     from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.settings import load
     from lorabridge.rollout.serve import is_cpu_build, vllm_command, with_environment
-    from lorabridge.rollout.token import control_token, ensure_token
+    from lorabridge.bridge.token import control_token, ensure_token
 
     settings = load(config, overrides or ())
     model = model_folder(settings.model.path, settings.model.revision)

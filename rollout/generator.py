@@ -16,7 +16,7 @@ from lorabridge.bridge.errors import (
     TokenRefused,
 )
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.residency import EngineSpan, Residency
+from lorabridge.bridge.residency import EngineSpan, KvMode, Residency
 from lorabridge.bridge.trajectory import FinishReason, Sampling
 from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, SwapReply, SwapRequest
 
@@ -96,8 +96,8 @@ class Generator:
         """Its residency records of epochs later than ``after``. Raises ``GeneratorError``."""
         return _parse(list[Residency], await self._ask("GET", f"/residency?after={after}"))
 
-    async def swap(self, manifest: Manifest, now: Residency) -> SwapReply:
-        """Have it serve ``manifest``, if it still is at ``now``.
+    async def swap(self, manifest: Manifest, now: Residency, kv: KvMode | None = None) -> SwapReply:
+        """Have it serve ``manifest``, if it still is at ``now``; ``kv`` None leaves that to its configuration.
 
         Raises:
             Moved: it is not; read its state and try again.
@@ -110,19 +110,20 @@ class Generator:
             digest=manifest.digest,
             instance=now.instance,
             epoch=now.epoch,
+            kv=kv,
         )
         return _parse(SwapReply, await self._ask("POST", "/swap", msgspec.json.encode(request)))
 
-    async def sample(
-        self, policy: str, prompt: Sequence[int], sampling: Sampling, seed: int, eos: Sequence[int]
-    ) -> Completion:
+    async def sample(self, policy: str, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int]) -> Completion:
         """Sample one completion of ``prompt`` (token ids) from ``policy``.
 
         Raises:
             GeneratorUnreachable: it went away; the sample is lost.
             GeneratorError: it refused.
         """
-        parameters = {**msgspec.to_builtins(sampling), "seed": seed, "logprobs": 0, "stop_token_ids": list(eos)}
+        # No seed per request: with one, vLLM's CPU build dies on a prompt that is prefilled in parts (torch's CPU
+        # generator has no offset to set back), and a sample that lives through a swap cannot be drawn again anyway.
+        parameters = {**msgspec.to_builtins(sampling), "logprobs": 0, "stop_token_ids": list(eos)}
         body = {"model": policy, "token_ids": list(prompt), "sampling_params": parameters}
         try:
             async with self._public.post(

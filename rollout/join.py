@@ -23,7 +23,7 @@ from lorabridge.bridge.stream.keys import Keys
 from lorabridge.rollout.environment import Environment, Prompts, load_environment
 from lorabridge.rollout.generator import Generator
 from lorabridge.rollout.sampler import Residencies, Sampler
-from lorabridge.rollout.token import control_token
+from lorabridge.bridge.token import control_token
 from lorabridge.rollout.wire import EngineFacts, GeneratorState
 from lorabridge.rollout.worker import Worker
 

@@ -73,9 +73,8 @@ class Sampler:
         """
         row = self._prompts.row(claim.number)
         prompt = self._encode(row["prompt"])
-        seeds = [self._seed(claim, index) for index in range(self._run.num_generations)]
         async with asyncio.TaskGroup() as tasks:
-            sampling = [tasks.create_task(self._complete(prompt, seed)) for seed in seeds]
+            sampling = [tasks.create_task(self._complete(prompt)) for _ in range(self._run.num_generations)]
         completions = [task.result() for task in sampling]
         sampled_ms = self._now_ms()
         turns = [await self._turn(prompt, completion) for completion in completions]
@@ -88,19 +87,19 @@ class Sampler:
             Trajectory(
                 run=self._run.run, policy=self._run.policy, group=claim.number, attempt=claim.attempt, index=index,
                 environment=self._run.environment, prompt=_digest(list(prompt)), base=self._run.base.digest,
-                turns=(turn,), sampling=self._run.sampling, seed=seed, logprobs_mode=self._logprobs_mode,
+                turns=(turn,), sampling=self._run.sampling, seed=self._run.seed, logprobs_mode=self._logprobs_mode,
                 dtype=self._dtype, generator=self._generator.url, instance=instance,
                 reward=0.0 if reward is None else reward, rewards=rewarded, advantage=advantage, times_ms=times,
             )
-            for index, (turn, seed, reward, rewarded, advantage) in enumerate(
-                zip(turns, seeds, rewards, scored, advantages(rewards), strict=True)
+            for index, (turn, reward, rewarded, advantage) in enumerate(
+                zip(turns, rewards, scored, advantages(rewards), strict=True)
             )
         )  # fmt: skip
         return Group(group=claim.number, attempt=claim.attempt, worker=claim.worker, trajectories=trajectories)
 
-    async def _complete(self, prompt: Sequence[int], seed: int) -> Completion:
+    async def _complete(self, prompt: Sequence[int]) -> Completion:
         run = self._run
-        return await self._generator.sample(run.policy, prompt, run.sampling, seed, run.eos_ids)
+        return await self._generator.sample(run.policy, prompt, run.sampling, run.eos_ids)
 
     async def _turn(self, prompt: tuple[int, ...], completion: Completion) -> Turn:
         if completion.finish_reason == "abort":
@@ -135,11 +134,6 @@ class Sampler:
         """A completion as TRL's reward functions get it: text for a text prompt, messages for messages."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-    def _seed(self, claim: Claim, index: int) -> int:
-        """A seed of its own for every completion, and the same if the attempt were made again."""
-        name = f"{self._run.seed}/{claim.number}/{claim.attempt}/{index}"
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 def _digest(value: object) -> str:

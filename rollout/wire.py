@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import msgspec
 from lorabridge.bridge.fingerprint import Fingerprint
-from lorabridge.bridge.residency import Residency
+from lorabridge.bridge.residency import KvMode, Residency
 
 GENERATE = "/inference/v1/generate"
 UNIX = "unix:"
 
 
 class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Serve version ``version`` of ``policy``, the adapter ``digest``, if you are ``instance`` at ``epoch``."""
+    """Serve version ``version`` of ``policy``, the adapter ``digest``, if you are ``instance`` at ``epoch``.
+
+    ``kv`` is what becomes of the KV of running requests; None leaves it to the server's configuration.
+    """
 
     policy: str
     version: int
     digest: str
     instance: str
     epoch: int
+    kv: KvMode | None = None
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):

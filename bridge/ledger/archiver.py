@@ -33,9 +33,10 @@ from lorabridge.bridge.store.files import disk_errors, sync_folder, write_synced
 from lorabridge.bridge.stream.connection import now_ms
 from lorabridge.bridge.stream.groups import ensure_group
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, TRAINER_GROUP, Keys, Reply
-from lorabridge.bridge.stream.trim import trim_floor
+from lorabridge.bridge.stream.trim import EntryId, trim_floor
 
 LEASE_S = 10.0
+LISTEN_S = 60.0
 _READ_AT_ONCE = 64  # entries of each stream
 _FLUSH_BYTES = 64 * 1024 * 1024
 _PAUSE_S = 0.05  # so that a trickle does not become a read per entry
@@ -47,6 +48,8 @@ _REQUIRED = {
     "trajectories": (LEDGER_GROUP, TRAINER_GROUP),
     "events": (LEDGER_GROUP,),
 }
+
+_LISTENED = ("announce", "events")
 
 _log = logging.getLogger("lorabridge.archiver")
 
@@ -80,17 +83,19 @@ class Archiver:
     Args:
         client: of the run's Redis.
         ledger: the ledger's folder; created if it is not there.
-        flush_entries, flush_s: a commit is made of so many stream entries, or of what came in so many seconds.
+        flush_entries, flush_s: a commit is made of about so many stream entries, or of what came in so many seconds.
         lease_s: how long a dead archiver keeps the next one waiting.
+        listen_s: how long announcements and events stay for those who listen without a consumer group.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self, client: redis.Redis, keys: Keys, ledger: Path, *, flush_entries: int, flush_s: float,
-        lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic,
+        lease_s: float = LEASE_S, listen_s: float = LISTEN_S, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._client, self._keys, self._ledger = client, keys, ledger
         self._flush_entries, self._flush_s, self._clock = flush_entries, flush_s, clock
+        self._listen_ms = round(listen_s * 1000)
         self._wait_s = min(_LONGEST_WAIT_S, flush_s, lease_s / 4)
         self._lease = Lease(client, keys, lease_s)
         self._names = {key.encode(): stream for stream, key in keys.streams.items()}
@@ -154,7 +159,7 @@ class Archiver:
             key: batch.entries[stream][-1][0] if stream in batch.entries else str(self._chain.cursor(stream))
             for stream, key in self._keys.streams.items()
         }
-        count = min(_READ_AT_ONCE, self._flush_entries - len(batch))
+        count = max(1, min(_READ_AT_ONCE, (self._flush_entries - len(batch)) // len(after)))
         block = round(wait_s * 1000)
         # BLOCK 0 would wait for ever
         reply = cast(Reply, self._client.xread(cast(Any, after), count=count, block=block if block > 0 else None))
@@ -222,10 +227,12 @@ class Archiver:
 
     def _trim(self, surveys: dict[str, Survey]) -> int:
         """Drop what everybody has finished; how many entries went."""
-        return sum(
-            self._lease.trim(key, trim_floor(surveys[stream].groups, _REQUIRED[stream]))
-            for stream, key in self._keys.streams.items()
-        )
+        listened = EntryId(max(0, now_ms(self._client) - self._listen_ms), 0)
+        trimmed = 0
+        for stream, key in self._keys.streams.items():
+            floor = trim_floor(surveys[stream].groups, _REQUIRED[stream])
+            trimmed += self._lease.trim(key, min(floor, listened) if stream in _LISTENED else floor)
+        return trimmed
 
 
 def _prepare(ledger: Path) -> None:

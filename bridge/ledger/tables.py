@@ -86,8 +86,6 @@ def build(stream: str, entries: Iterable[tuple[str, Fields]]) -> dict[str, pa.Ta
             parts[table].append(_table(table, rows))
         except CodecError as error:
             parts[UNREADABLE].append(_table(UNREADABLE, [_unreadable(stream, entry, fields, error.problem)]))
-        except RecursionError:
-            parts[UNREADABLE].append(_table(UNREADABLE, [_unreadable(stream, entry, fields, "nested too deep")]))
     return {table: pa.concat_tables(some) for table, some in parts.items() if any(len(part) for part in some)}
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from lorabridge.bridge.adapter import Adapter
-from lorabridge.bridge.digest import hex_of, parse_config
+from lorabridge.bridge.adapter import read_header
+from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.errors import AdapterError, AdapterUnservable, ConfigError, ModelError, StoreError
 from lorabridge.bridge.fingerprint import Fingerprint, fingerprint
 from lorabridge.bridge.store import Store
@@ -220,59 +220,93 @@ class _Step:
         return [tuple(flat[end - count : end]) for end, count in zip(ends, self.counts, strict=True)]
 
 
+class _Slot(msgspec.Struct):
+    """An adapter of the PEFT model into which weights are copied; ``weights`` are its own tensors, by PEFT's names."""
+
+    name: str
+    weights: dict[str, Any]
+    holds: str = ""
+
+
 class _Adapters:
-    """The base model, wrapped by PEFT with the adapters used last, of which one is active."""
+    """The base model, wrapped by PEFT, and the adapters used last.
+
+    Making PEFT take up another adapter walks the whole model, many times slower than a small forward. So there is one
+    slot for each configuration, a run has one or two, and another adapter is a copy into its slot.
+    """
 
     def __init__(self, base: Any, store: Store, capacity: int) -> None:
         self._base = base
         self._model: Any = None
         self._store = store
         self._capacity = max(1, capacity)
-        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._read: OrderedDict[str, tuple[bytes, dict[str, torch.Tensor]]] = OrderedDict()
+        self._slots: dict[bytes, _Slot] = {}
+        self._active: _Slot | None = None
 
     def use(self, digest: str) -> Any:
-        """The model with that adapter active.
+        """The model with that adapter, and no other, active.
 
         Raises:
             StoreError: the bytes are not there, or not those that the digest names.
             AdapterError: PEFT cannot put them on this base.
         """
-        name = hex_of(digest)
-        if name not in self._loaded:
-            self._load(name, self._store.read(digest))
-            self._loaded[name] = None
-        self._loaded.move_to_end(name)
-        self._model.set_adapter(name)
-        while len(self._loaded) > self._capacity:
-            oldest, _ = self._loaded.popitem(last=False)
-            self._model.delete_adapter(oldest)
-        return self._model
-
-    def _load(self, name: str, adapter: Adapter) -> None:
-        from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        fields = parse_config(adapter.config)
+        config, tensors = self._tensors(digest)
         try:
-            # Initial values would be overwritten; an unknown field is an error here, never ignored.
-            config = LoraConfig(**{"init_lora_weights": False, **fields})
-            if self._model is None:
-                self._model = PeftModel(self._base, config, adapter_name=name).eval()
-            else:
-                self._model.add_adapter(name, config)
-                self._model.eval()
-            result = set_peft_model_state_dict(self._model, load(adapter.tensors), adapter_name=name)
-            unmatched = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{name}." in key)]
-            if unmatched:
-                raise ValueError(f"{unmatched[0]} has no counterpart")
-        except (TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if self._model is not None and name in self._model.peft_config:
-                self._model.delete_adapter(name)
+            if config not in self._slots:
+                self._slots[config] = self._new_slot(config)
+            slot = self._slots[config]
+            if slot.holds != digest:
+                _check_fits(tensors, slot.weights)
+                for name, weight in slot.weights.items():
+                    weight.copy_(tensors[name])
+                slot.holds = digest
+        except (TypeError, ValueError, KeyError) as error:
             raise AdapterUnservable(
-                f"sha256:{name} does not fit the base model: {str(error).splitlines()[0]}",
+                f"{digest} does not fit the base model: {str(error).splitlines()[0]}",
                 action="Check that [model] path is the base it was trained on",
             ) from error
+        if self._active is not slot:
+            self._model.set_adapter(slot.name)
+            self._active = slot
+        return self._model
+
+    def _tensors(self, digest: str) -> tuple[bytes, dict[str, torch.Tensor]]:
+        """Configuration and tensors of an adapter, from memory or the store."""
+        from safetensors.torch import load
+
+        if digest not in self._read:
+            adapter = self._store.read(digest)
+            read_header(adapter.tensors)
+            self._read[digest] = adapter.config, load(adapter.tensors)
+            if len(self._read) > self._capacity:
+                self._read.popitem(last=False)
+        self._read.move_to_end(digest)
+        return self._read[digest]
+
+    def _new_slot(self, config: bytes) -> _Slot:
+        """Raises ``TypeError`` or ``ValueError`` where PEFT cannot make such an adapter."""
+        from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+
+        name = f"slot{len(self._slots)}"
+        # Initial values are overwritten; an unknown field is an error here, never ignored.
+        lora = LoraConfig(**{"init_lora_weights": False, **parse_config(config)})
+        if self._model is None:
+            self._model = PeftModel(self._base, lora, adapter_name=name)
+        else:
+            self._model.add_adapter(name, lora)
+        self._model.eval()
+        weights = get_peft_model_state_dict(self._model, adapter_name=name, save_embedding_layers=False)
+        return _Slot(name, weights)
+
+
+def _check_fits(tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    """Raise ``ValueError`` unless the tensors are exactly those that the slot has, by name and shape."""
+    if odd := sorted(tensors.keys() ^ weights.keys()):
+        raise ValueError(f"{odd[0]} is only in the {'adapter' if odd[0] in tensors else 'model'}")
+    for name, weight in weights.items():
+        if tensors[name].shape != weight.shape:
+            raise ValueError(f"{name} is {list(tensors[name].shape)} where the model has {list(weight.shape)}")
 
 
 def _load_base(folder: Path) -> Any:

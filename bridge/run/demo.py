@@ -14,7 +14,7 @@ from lorabridge.bridge.run import valkey
 from lorabridge.bridge.run.processes import died
 from lorabridge.bridge.run.summary import Summary
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
-from lorabridge.bridge.run.up import PASSWORD, loop, resolved, supervised
+from lorabridge.bridge.run.up import PASSWORD, check_installed, loop, resolved, supervised
 from lorabridge.bridge.run_record import environment_digest
 from lorabridge.bridge.settings import RedisSection, Settings, load
 from lorabridge.bridge.stream.embedded import free_port
@@ -32,12 +32,13 @@ def demo(overrides: Sequence[str], console: Console) -> tuple[Summary, Path]:
         console: where the panel is.
 
     Raises:
-        ConfigError: an override is wrong.
+        ConfigError: an override is wrong, or a package that it needs is not installed.
         MachineError: no folder can be made here, or a process died.
         KeyboardInterrupt: Ctrl-C; everything has been stopped.
     """
-    settings = reserve(load(configuration(), overrides))
-    settings = resolved(fitted(settings, cores(), (free_port(), free_port())))
+    settings = fitted(load(configuration(), overrides), cores(), (free_port(), free_port()))
+    check_installed(serves=True)
+    settings = resolved(reserve(settings))
     os.environ.pop(PASSWORD, None)  # of some other Redis: it would win over the file of the embedded one
     with supervised(settings, console) as supervisor:
         model = settings.model.path or str(make_base(supervisor))
@@ -59,20 +60,27 @@ def reserve(settings: Settings) -> Settings:
         MachineError: it cannot be made.
     """
     wanted, id = settings.run.dir, settings.run.id
-    for number in count(1):
-        suffix = "" if number == 1 else f"-{number}"
-        folder = wanted.with_name(wanted.name + suffix)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise MachineError(
-                f"cannot make {folder}: {error.strerror}", action="Run it in a folder that you can write to"
-            ) from error
-        return with_values(settings, "run", id=id + suffix, dir=folder)
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            suffix = "" if number == 1 else f"-{number}"
+            folder = wanted.with_name(wanted.name + suffix)
+            if _is_ours(folder):
+                return with_values(settings, "run", id=id + suffix, dir=folder)
+    except OSError as error:
+        raise MachineError(
+            f"cannot make {wanted}: {error.strerror}", action="Run it in a folder that you can write to"
+        ) from error
     raise AssertionError("unreachable")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Make it; whether nobody else has."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def fitted(settings: Settings, cores: int, ports: tuple[int, int]) -> Settings:

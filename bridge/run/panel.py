@@ -87,7 +87,7 @@ def render(view: View) -> RenderableType:
     rows.add_column()
     rows.add_row("processes", _processes(view.processes))
     rows.add_row("step", _progress(view))
-    rows.add_row("version", f"{news.head or '–'} published, {served(news)} served")
+    rows.add_row("version", f"{news.head} published, {served(news)} served" if news.head else "–")
     rows.add_row("reward", _reward(news.rewards))
     rows.add_row("lag", f"{news.lags[-1]:.1f} steps at the last step, {news.lag_max} at most" if news.lags else "–")
     rows.add_row("speed", f"{rates.samples:,.0f} samples/s, {rates.tokens:,.0f} tokens/s trained" if rates else "–")
@@ -139,7 +139,8 @@ def _processes(processes: Sequence[ProcessView]) -> Text:
     text = Text()
     for process in processes:
         sign, style = _STYLES[process.phase]
-        text.append(f"{sign} ", style=style).append(f"{process.name}  ")
+        word = "" if process.phase == "running" else f" {process.phase}"
+        text.append(f"{sign} ", style=style).append(f"{process.name}{word}   ")
     return text
 
 

@@ -25,13 +25,9 @@ def draw(steps: Sequence[Consumed], run: str, folder: Path) -> None:
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of each value with up to ``reach`` neighbours on either side, as many on one side as on the other."""
-    means = []
-    for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
-        window = values[i - near : i + near + 1]
-        means.append(sum(window) / len(window))
-    return means
+    """Mean of each value and up to ``reach`` neighbours on either side."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _reward(numbers: Sequence[int], rewards: Sequence[float], run: str, file: Path) -> None:
@@ -65,8 +61,8 @@ def _page(title: str, y_label: str) -> tuple[Any, Axes]:
     axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
     axes.set_xlabel("optimizer step", color=_INK)
     axes.set_ylabel(y_label, color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -38,10 +38,9 @@ class Supervisor:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if all(child.code is not None for child in self._children):
-            return
         try:
-            self._display.show(self._view("every process to stop"))
+            if any(child.code is None for child in self._children):
+                self._display.show(self._view("every process to stop"))
         finally:  # even if the terminal is gone
             stop(stages(self._children), within_s=STOP_S, hurry=self._interrupts.hurry)
 

@@ -6,6 +6,7 @@ serve, archiver, train, worker --(train ends)--> worker, archiver, serve stop --
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import secrets
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import msgspec
-from lorabridge.bridge.errors import GeneratorUnreachable, MachineError
+from lorabridge.bridge.errors import ConfigError, GeneratorUnreachable, MachineError
 from lorabridge.bridge.run.feed import Feed
 from lorabridge.bridge.run.interrupts import Interrupts
 from lorabridge.bridge.run.panel import Display
@@ -29,6 +30,7 @@ from rich.console import Console
 
 PASSWORD = "LORABRIDGE_REDIS_PASSWORD"
 _CLI = "lorabridge.bridge.cli"
+_PACKAGES = ("trl", "torch", "peft", "transformers", "aiohttp", "matplotlib")
 _SERVER_S, _DRAIN_S, _FLUSH_S, _END_S = 300.0, 30.0, 60.0, 15.0
 
 
@@ -36,11 +38,13 @@ def up(settings: Settings, console: Console) -> tuple[Summary, Path]:
     """Run everything that ``settings`` describe, on the Redis that they name; the summary, and the run's folder.
 
     Raises:
+        ConfigError: a package that a process of the run needs is not installed.
         StreamError: that Redis cannot be used.
         MachineError: another supervisor holds the run's folder, it cannot be written, or a process died.
         KeyboardInterrupt: Ctrl-C; everything has been stopped.
     """
     settings = resolved(settings)
+    check_installed(not settings.generators.urls)
     connect(settings.redis).close()
     _make(settings.run.dir)
     with supervised(settings, console) as supervisor:
@@ -120,6 +124,20 @@ def _sum_up(supervisor: Supervisor, audit: Audit) -> Summary:
     draw([step for _, step in consumed(events, policy)], settings.run.id, folder)
     (folder / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return summary
+
+
+def check_installed(serves: bool) -> None:
+    """Find out now what a process would find out minutes later. ``serves``: a vLLM server is to be started.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    needed = (*_PACKAGES, "vllm") if serves else _PACKAGES
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"a whole run on this machine needs {', '.join(missing)}, not installed here",
+            action="pip install 'lorabridge[trainer,rollout,audit]' and vLLM, or start each process where it can run",
+        )
 
 
 def resolved(settings: Settings) -> Settings:

@@ -21,7 +21,7 @@ class Store(Protocol):
     def url(self) -> str: ...
 
     def put(self, adapter: Adapter) -> str:
-        """Make the adapter durable, read it back, and return its digest. Idempotent.
+        """Make the adapter durable, read it back, and return its digest. Idempotent, and repairs bytes gone bad.
 
         Raises:
             TooLarge: over the store's limit.
@@ -70,11 +70,11 @@ def open_store(url: str, max_bytes: int = DEFAULT_MAX_BYTES) -> Store:
     """The store at ``url``: a folder's path or a ``file://`` URL.
 
     Raises:
-        ConfigError: another kind of URL.
+        ConfigError: another kind of URL, or a file on another host (``file://runs/store`` names the host ``runs``).
     """
     parts = urlsplit(url)
-    if parts.scheme == "file":
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return LocalStore(Path(unquote(parts.path)), max_bytes)
     if parts.scheme == "" or len(parts.scheme) == 1:
         return LocalStore(Path(url).absolute(), max_bytes)
-    raise ConfigError(f"[store] url has the scheme {parts.scheme!r}", action="Give a folder or a file:// URL")
+    raise ConfigError(f"[store] url {url!r} is not on this machine", action="Give a folder or file:///absolute/path")

@@ -40,22 +40,28 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, and wait until their names are on disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def create(file: Path, body: bytes) -> bool:
     """Create ``file`` whole with ``body``, unless it is there already; whether this call created it.
 
     Durable on return. A reader never sees a part of it, and of several writers exactly one creates it.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.parent / f".{file.name}.{uuid.uuid4().hex}"
     try:
         with disk_errors(str(file)):
+            make_folder(file.parent)
             write_synced(staged, body)
             try:
                 os.link(staged, file)
             except FileExistsError:
                 return False
-            finally:
-                staged.unlink()
             sync_folder(file.parent)
         return True
     finally:

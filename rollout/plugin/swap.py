@@ -51,7 +51,7 @@ class Swapper:
         slots: int,
     ) -> None:  # fmt: skip
         self._engine, self._adapters, self._log = engine, adapters, log
-        self._slots = slots
+        self._slots, self._kv = slots, kv
         self._lock = asyncio.Lock()
         self.quarantine: str | None = None
         self.residency = Residency(
@@ -83,15 +83,15 @@ class Swapper:
                 raise Outdated(f"this is {now.label}, not {request.instance}:{request.epoch}")
             if len(now.serves.keys() | {request.policy}) > self._slots:
                 raise SwapFailed(f"all {self._slots} slots are taken", action="Serve with more --max-loras")
-            return await self._swap(request.policy, wanted)
+            return await self._swap(request.policy, wanted, request.kv or self._kv)
 
-    async def _swap(self, policy: str, wanted: Served) -> SwapReply:
+    async def _swap(self, policy: str, wanted: Served, kv: KvMode) -> SwapReply:
         watch = Stopwatch()
         path = await asyncio.to_thread(self._adapters.link, wanted.digest)
         watch.lap("fetch")
         failure: PlacementFailed | None = None
         try:
-            await self._engine.pause(self.residency.kv)
+            await self._engine.pause(kv)
             watch.lap("pause")
             serves = dict(self.residency.serves)
             try:
@@ -101,9 +101,9 @@ class Swapper:
                 failure = error
                 serves = await self._put_back(policy, serves, error)
             watch.lap("place")
-            if self.residency.kv == "keep":
+            if kv == "keep":
                 await self._engine.forget_prefixes()
-            await self._enter(serves)
+            await self._enter(serves, kv)
             watch.lap("label")
             await self._engine.resume()
             watch.lap("resume")
@@ -134,10 +134,10 @@ class Swapper:
         await self._engine.remove(policy)
         return serves
 
-    async def _enter(self, serves: dict[str, Served]) -> None:
+    async def _enter(self, serves: dict[str, Served], kv: KvMode) -> None:
         """Begin the next epoch: on record first, then on every token."""
         record = msgspec.structs.replace(
-            self.residency, epoch=self.residency.epoch + 1, serves=serves, at_ms=time.time_ns() // 1_000_000
+            self.residency, epoch=self.residency.epoch + 1, kv=kv, serves=serves, at_ms=time.time_ns() // 1_000_000
         )
         self._log.append(record)
         self.residency = record

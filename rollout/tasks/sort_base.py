@@ -9,7 +9,6 @@ characters, a few dozen steps are enough. Training is bounded by steps rather th
 """
 
 import argparse
-import os
 import random
 import shutil
 import sys
@@ -25,8 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
-STEPS, BATCH = 450, 16
+STEPS, BATCH = 350, 16
 LEARNING_RATE = 3e-3
 WARMUP = 30
 SLIPPERY, SLIP = "05aeiou", 0.2
@@ -159,7 +159,7 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         beside.chmod(0o755)  # mkdtemp's folder is its owner's alone; a server may run as somebody else
-        os.replace(beside, out)
+        beside.replace(out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -208,7 +208,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make; it must not be there yet")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and questions (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads; more than are idle make it slower (default: %(default)s)"
+    )
     asked = parser.parse_args(arguments)
     if asked.steps < 1 or asked.threads < 1:
         parser.error("--steps and --threads must be at least 1")
@@ -216,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{asked.out} is there already: remove it, or name another folder", file=sys.stderr)
         return 1
     torch.set_num_threads(asked.threads)
+    disable_progress_bar()  # transformers' own, which would draw over ours
     make(asked.out, steps=asked.steps, seed=asked.seed)
     print(f"wrote {asked.out}")
     return 0

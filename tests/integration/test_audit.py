@@ -172,6 +172,7 @@ def plans(sampler: Sampler) -> list[tuple[list[list[tuple[int, int, Kv]]], float
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     folder = tmp_path_factory.mktemp("audit")
     base = make_base(folder / "base")
     store = LocalStore(folder / "store", 1 << 30)
@@ -289,7 +290,7 @@ def test_an_adapter_that_is_gone(world: World, tmp_path: Path) -> None:
     shutil.copytree(world.store.root, tmp_path / "store")
     store = LocalStore(tmp_path / "store", 1 << 30)
     shutil.rmtree(tmp_path / "store" / "adapters" / "sha256" / hex_of(world.digests[0]))
-    first = [t for t in world.trajectories if t.spans[0].version == 1]
+    first = [t for t in world.trajectories if t.spans[0].version == 1 and all(s.kv == "kept" for s in t.spans[1:])]
     reports = verify(first, store, Scorer(world.base, store))
     assert {report.verdict for report in reports} == {Verdict.UNVERIFIABLE}
     assert any("continues on KV that cannot be recomputed" in reason for r in reports for reason in r.reasons)

@@ -24,13 +24,14 @@ def test_those_that_are_asked_for(ledger: Path) -> None:
     assert list(Ledger(ledger).trajectories(ids=[])) == []
 
 
-@pytest.mark.parametrize("given", ["run/1.1/1", "1.1/1", ".1/1", "run/1.1/1"])
+@pytest.mark.parametrize("given", ["run/1.1/1", "1.1/1"])
 def test_one_by_its_id_or_a_part_of_it(ledger: Path, make: Any, given: str) -> None:
-    if given == ".1/1":
-        with pytest.raises(LedgerError, match="names 2 trajectories"):
-            Ledger(ledger).trajectory(given)
-    else:
-        assert Ledger(ledger).trajectory(given) == make.trajectory(1, 1, generator="g1")
+    assert Ledger(ledger).trajectory(given) == make.trajectory(1, 1, generator="g1")
+
+
+def test_a_part_that_two_ids_have_names_neither(ledger: Path) -> None:
+    with pytest.raises(LedgerError, match="names 2 trajectories"):
+        Ledger(ledger).trajectory(".1/1")
 
 
 def test_manifests_once(ledger: Path, make: Any) -> None:
@@ -44,7 +45,7 @@ def test_match() -> None:
     assert match("10.1/0", ids) == "run/10.1/0"
     assert match("run/10", ids) == "run/10.1/0"
     assert match(".1/10", ids) == "run/0.1/10"
-    with pytest.raises(LedgerError, match="names 2 trajectories: run/0.1/0, run/0.1/10") as several:
+    with pytest.raises(LedgerError, match=r"names 2 trajectories: run/0\.1/0, run/0\.1/10") as several:
         match("run/0", ids)
     assert several.value.action == "Give more of the id"
     with pytest.raises(LedgerError, match="no trajectory 'other'") as none:
@@ -111,7 +112,6 @@ def test_no_ledger_or_an_empty_one_says_so(tmp_path: Path) -> None:
     [
         lambda file: file.unlink(),
         lambda file: file.write_bytes(file.read_bytes()[:-1]),
-        lambda file: file.write_bytes(file.read_bytes().replace(b"run/1.1/0", b"run/1.1/9")),
         lambda file: file.write_bytes(file.read_bytes()[:-9] + b"x" + file.read_bytes()[-8:]),
     ],
 )
@@ -119,9 +119,6 @@ def test_no_row_is_read_from_a_damaged_file(
     ledger: Path, damage: Callable[[Path], None], read: Callable[[Ledger], object]
 ) -> None:
     file = ledger / read_log(ledger).files[2].path
-    before = file.read_bytes()
     damage(file)
-    if file.exists() and file.read_bytes() == before:
-        pytest.skip("compressed: the bytes do not stand there as they are")
     with pytest.raises(LedgerCorrupt, match=file.name):
         read(Ledger(ledger))

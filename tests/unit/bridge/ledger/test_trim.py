@@ -3,14 +3,16 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lorabridge.bridge.errors import CodecError
 from lorabridge.bridge.stream.trim import ZERO, EntryId, GroupPosition, trim_floor
 
+unhurried = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ids = st.builds(EntryId, st.integers(0, 3), st.integers(0, 3) | st.just(2**64 - 1))
 
 
+@unhurried
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_an_id_is_what_redis_writes(ms: int, seq: int) -> None:
     assert EntryId.parse(f"{ms}-{seq}") == EntryId(ms, seq)
@@ -23,6 +25,7 @@ def test_anything_else_is_not_an_id(text: str) -> None:
         EntryId.parse(text)
 
 
+@unhurried
 @given(ids, ids)
 def test_next_is_the_smallest_id_after(one: EntryId, other: EntryId) -> None:
     assert one < one.next
@@ -70,6 +73,7 @@ def test_nothing_that_any_group_needs_is_below_the_floor_and_nothing_else_stays_
         assert kept == {entry for entry in range(1, 5) if entry >= min(needed, default=5)}
 
 
+@unhurried
 @given(st.lists(st.builds(GroupPosition, name=st.sampled_from("abc"), delivered=ids, pending=st.none() | ids)))
 def test_the_floor_is_never_past_any_group(groups: list[GroupPosition]) -> None:
     floor = trim_floor(groups, [])

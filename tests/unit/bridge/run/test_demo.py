@@ -32,7 +32,7 @@ def test_each_demo_has_a_folder_and_a_name_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(MachineError, match=r"cannot make .*file/demo: Not a directory"):
+    with pytest.raises(MachineError, match=r"cannot make .*file/demo: File exists"):
         reserve(settings(f"run.dir={tmp_path}/file/demo"))
 
 

@@ -57,7 +57,8 @@ def text(view: View) -> str:
 def test_the_panel_shows_the_loop() -> None:
     shown = text(GOING)
     for part in (
-        "● train", "34 of 60", "about 0:26 to go", "35 published, 34 served", "0.750", "2.2 steps at the last step",
+        "◌ serve loading", "● train ", "34 of 60", "about 0:26 to go", "35 published, 34 served", "0.750",
+        "2.2 steps at the last step",
         "6 at most", "64 samples/s, 1,500 tokens/s", "rollouts: 2 of 8 groups of step 35", "1:25",
     ):  # fmt: skip
         assert part in shown

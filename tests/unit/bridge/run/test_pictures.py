@@ -26,6 +26,6 @@ def test_no_step_no_picture(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_smoothing_keeps_the_ends_and_the_mean_of_a_line() -> None:
-    assert smoothed([1.0, 2.0, 3.0, 4.0], 1) == [1.0, 2.0, 3.0, 4.0]
-    assert smoothed([0.0, 3.0, 0.0], 5) == [0.0, 1.0, 0.0]
+def test_smoothing_takes_fewer_neighbours_at_the_ends() -> None:
+    assert smoothed([1.0, 2.0, 3.0, 4.0], 1) == [1.5, 2.0, 3.0, 3.5]
+    assert smoothed([0.0, 3.0, 0.0], 5) == [1.0, 1.0, 1.0]

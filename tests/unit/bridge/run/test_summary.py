@@ -162,7 +162,7 @@ def test_words_for_whoever_started_it() -> None:
         "The reward went from 0.500 to 0.750.",
         "1 trajectories of 5 tokens were sampled; the weights changed in the middle of 1 of them. 0 were dropped.",
         "Tokens were trained on 0.5 steps after they were sampled, 2 at most.",
-        "The audit recomputed 7 tokens under the weights they name: 0 refuted, 1 could not be verified; 5 of them could "
-        "tell neighbouring versions apart. The largest error was 2.0e-05 nats.",
+        "The audit recomputed 7 tokens under the weights they name: 0 refuted, 1 could not be verified; 5 of them "
+        "could tell neighbouring versions apart. The largest error was 2.0e-05 nats.",
         "It is all in runs/demo: summary.json, reward.png, lag.png, the ledger, the adapters, the logs.",
     ]

@@ -5,8 +5,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from lorabridge.bridge.errors import MachineError
-from lorabridge.bridge.run.up import PASSWORD, _alone, resolved, write_configuration
+from lorabridge.bridge.errors import ConfigError, MachineError
+from lorabridge.bridge.run.up import PASSWORD, _alone, check_installed, resolved, write_configuration
 from lorabridge.bridge.settings import Settings, load
 
 
@@ -69,6 +69,14 @@ def test_servers_of_others_have_a_token_of_their_own(tmp_path: Path) -> None:
     run.run.dir.mkdir()
     write_configuration(run)
     assert not (tmp_path / "x/control.token").exists()
+
+
+def test_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("trl", "vllm") else name)
+    with pytest.raises(ConfigError, match="needs trl, vllm, not installed"):
+        check_installed(serves=True)
+    with pytest.raises(ConfigError, match="needs trl, not installed"):
+        check_installed(serves=False)
 
 
 def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:

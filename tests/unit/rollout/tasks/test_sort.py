@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
 from lorabridge.rollout.tasks import sort
 
 ANSWER = "0479acefgh"
@@ -95,8 +94,7 @@ def test_missing_answers_are_an_error() -> None:
 
 
 def test_the_task_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys; import lorabridge.rollout.tasks.sort; print(sorted({'torch', 'transformers', 'trl'} & {*sys.modules}))"
-    )
+    heavy = "{'torch', 'transformers', 'trl'}"
+    code = f"import sys; import lorabridge.rollout.tasks.sort; print(sorted({heavy} & {{*sys.modules}}))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

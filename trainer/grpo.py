@@ -1,0 +1,197 @@
+"""The torchrun entry: ``torchrun -m lorabridge.trainer.grpo --config FILE``, or ``lorabridge train``.
+
+settings -> run record (published, so that workers can join) -> TRL's trainer with our source and publisher -> train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import redis
+from lorabridge.bridge import codec
+from lorabridge.bridge.adapter import check_config
+from lorabridge.bridge.errors import BridgeError
+from lorabridge.bridge.events import Consumed, Dropped, Event, Happening
+from lorabridge.bridge.model import model_folder
+from lorabridge.bridge.run_record import RunRecord, resolve_run
+from lorabridge.bridge.settings import Settings, load
+from lorabridge.bridge.store import Store, open_store
+from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
+from lorabridge.bridge.stream.groups import GroupReader
+from lorabridge.bridge.stream.keys import Keys
+from lorabridge.bridge.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from lorabridge.trainer.source import Consumption
+
+log = logging.getLogger("lorabridge.trainer")
+
+
+class MainRank:
+    """What only the main rank has: the connections, the source and the publisher."""
+
+    def __init__(
+        self, settings: Settings, run: RunRecord, client: redis.Redis, store: Store, config: dict[str, Any]
+    ) -> None:
+        from lorabridge.trainer.export import serialise
+        from lorabridge.trainer.publisher import Publisher, take_over
+        from lorabridge.trainer.source import TrajectorySource
+
+        keys = Keys(run.run)
+        self._client, self._keys, self._policy = client, keys, run.policy
+        self._offset = clock_offset_ms(now_ms(client), time.time())
+        batch = settings.trainer.per_device_train_batch_size * settings.trainer.nproc_per_node
+        self.source = TrajectorySource(
+            reader=GroupReader(client, keys, "trainer"),
+            ahead=batch,
+            step_of=lambda policy, version: store.manifest(policy, version).step,
+            lag_max=settings.lag.max,
+            on_dropped=self._dropped,
+            clock_s=time.time,
+        )
+        self.publisher = Publisher(
+            line=take_over(client, keys, store, run.policy, run.run),
+            client=client,
+            keys=keys,
+            store=store,
+            base=run.base,
+            max_rank=settings.slot_rank,
+            serialise=lambda tensors: serialise(tensors, config),
+            now_ms=self.now_ms,
+        )
+
+    def now_ms(self) -> int:
+        """The stream's clock."""
+        return round(time.time() * 1000) + self._offset
+
+    def consumed(self, consumption: Consumption) -> float:
+        """Report what a step trained on; token-weighted seconds from sampled to trained."""
+        now, tokens = self.now_ms(), consumption.lag.tokens
+        waited = sum((now - t.times_ms["sampled"]) * t.tokens for t in consumption.trajectories)
+        seconds = waited / 1000 / tokens if tokens else 0.0
+        self._report(
+            Consumed(
+                policy=self._policy,
+                step=consumption.step,
+                trajectories=tuple(t.id for t in consumption.trajectories),
+                tokens=tokens,
+                lag_total=consumption.lag.total,
+                lag_max=consumption.lag.largest,
+                lag_s=seconds,
+                reward=consumption.reward,
+            )
+        )
+        return seconds
+
+    def _dropped(self, trajectory: Trajectory) -> None:
+        self._report(Dropped(policy=self._policy, trajectories=(trajectory.id,), reason="too old"))
+
+    def _report(self, happening: Happening) -> None:
+        event = Event(source="trainer", at_ms=self.now_ms(), happening=happening)
+        self._client.xadd(self._keys.events, {"body": codec.encode(event)})
+
+
+def arguments(settings: Settings) -> dict[str, Any]:
+    """Arguments of TRL's ``AsyncGRPOConfig``; ``[trainer] extra`` wins."""
+    import torch
+
+    own = settings.trainer
+    return {
+        "output_dir": str(settings.run.dir / "trainer"),
+        "max_steps": own.max_steps,
+        "per_device_train_batch_size": own.per_device_train_batch_size,
+        "gradient_accumulation_steps": own.gradient_accumulation_steps,
+        "learning_rate": own.learning_rate,
+        "num_generations": settings.rollout.num_generations,
+        "temperature": settings.rollout.temperature,
+        "max_completion_length": settings.rollout.max_completion_length,
+        "weight_sync_steps": settings.publish.every,
+        "seed": settings.run.seed,
+        "report_to": list(own.report_to),
+        "bf16": settings.model.dtype == "bfloat16",
+        "model_init_kwargs": {"dtype": settings.model.dtype},
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "token_budget": 0,  # a step is a fixed number of samples, and long ones are not dropped
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **own.extra,
+    }
+
+
+def train(settings: Settings) -> None:
+    """Train on this rank until ``max_steps``. Raises ``BridgeError``."""
+    import torch
+    from datasets import Dataset
+    from lorabridge.trainer.cpu import stand_in
+    from lorabridge.trainer.export import plain_config
+    from lorabridge.trainer.trl import BridgeGRPOTrainer
+    from peft import LoraConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    if settings.trainer.threads:
+        torch.set_num_threads(settings.trainer.threads)
+    stand_in()
+    folder = model_folder(settings.model.path, settings.model.revision)
+    peft = LoraConfig(
+        r=settings.policy.rank,
+        lora_alpha=settings.policy.alpha,
+        target_modules=list(settings.policy.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    config = plain_config(peft)
+    check_config(config, settings.slot_rank)
+    main = _main_rank(settings, folder, config) if int(os.environ.get("RANK", "0")) == 0 else None
+    trainer = BridgeGRPOTrainer(
+        model=str(folder),
+        args=AsyncGRPOConfig(**arguments(settings)),
+        train_dataset=Dataset.from_list([{"prompt": ""}]),  # prompts are the workers' business
+        peft_config=peft,
+        source=main.source if main else None,
+        publisher=main.publisher if main else None,
+        on_consumed=main.consumed if main else None,
+    )
+    with errors(settings.redis):
+        trainer.train()
+        trainer.close()
+
+
+def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> MainRank:
+    """Connect, and publish the run, so that workers can join while this rank still loads the model."""
+    client = connect(settings.redis)
+    run = resolve_run(settings, folder)
+    with errors(settings.redis):
+        client.set(Keys(run.run).run, codec.encode(run))
+        store = open_store(settings.store_url, settings.store.max_adapter_bytes)
+        return MainRank(settings, run, client, store, config)
+
+
+def main() -> int:
+    """Entry of ``python -m lorabridge.trainer.grpo``; its exit code."""
+    parser = argparse.ArgumentParser(prog="lorabridge.trainer.grpo", description=__doc__)
+    parser.add_argument("--config", type=Path, help="the run's TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        train(load(given.config, given.set))
+    except BridgeError as error:
+        print(f"lorabridge: {error.diagnostics()}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    # Not sys.exit: threads of a trainer that failed must not keep a rank alive, with the others waiting for it.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

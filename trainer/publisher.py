@@ -1,0 +1,133 @@
+"""Law 1 in one function: bytes before names.
+
+serialise -> hash -> put (durable, read back) -> commit (the store decides the order) -> move the head and announce.
+``publish`` copies the tensors and returns; everything else happens in one thread beside the training thread, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import redis
+from lorabridge.bridge import codec
+from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
+from lorabridge.bridge.digest import parse_config
+from lorabridge.bridge.events import Event, Published
+from lorabridge.bridge.fingerprint import Fingerprint
+from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.store import Store
+from lorabridge.bridge.stream.head import move_head, repair_head
+from lorabridge.bridge.stream.keys import Keys
+
+log = logging.getLogger("lorabridge.trainer")
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trainer stands in a policy's line when it starts."""
+
+    policy: str
+    run: str
+    epoch: int
+    newest: Manifest | None
+
+
+def take_over(client: redis.Redis, keys: Keys, store: Store, policy: str, run: str) -> Line:
+    """Become the policy's trainer: older ones can commit no more, and Redis's head is the store's.
+
+    Raises:
+        HeadConflict: Redis and the store name different heads.
+    """
+    epoch = store.allocate_epoch(policy)
+    return Line(policy=policy, run=run, epoch=epoch, newest=repair_head(client, keys, store, policy))
+
+
+class Publisher:
+    """Publishes the versions of one policy, in order, beside the training thread.
+
+    Args:
+        serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
+        max_rank: largest LoRA rank the servers take.
+        now_ms: the stream's clock.
+    """
+
+    def __init__(
+        self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, max_rank: int,
+        serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._line, self._client, self._keys, self._store = line, client, keys, store
+        self._base, self._max_rank, self._serialise, self._now_ms = base, max_rank, serialise, now_ms
+        self._newest = line.newest
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._pending: list[Future[Manifest]] = []
+
+    def publish(self, tensors: Any, step: int, since: float) -> None:
+        """Queue a version and return.
+
+        Args:
+            tensors: what ``serialise`` takes; the caller must not write to it any more.
+            step: optimizer steps taken.
+            since: ``time.perf_counter()`` when the training thread began to be held for this publish.
+
+        Raises:
+            BridgeError: an earlier publish failed.
+        """
+        self.check()
+        blocked_ms = (time.perf_counter() - since) * 1000
+        self._pending.append(self._thread.submit(self._publish, tensors, step, blocked_ms))
+
+    def check(self) -> None:
+        """Raise what an earlier publish failed with."""
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+
+    def close(self) -> None:
+        """Wait for what is queued. Raises what it failed with."""
+        self._thread.shutdown(wait=True)
+        self.check()
+
+    def _publish(self, tensors: Any, step: int, blocked_ms: float) -> Manifest:
+        phases = {"blocked": blocked_ms}
+        started = time.perf_counter()
+
+        def lap(name: str) -> None:
+            nonlocal started
+            now = time.perf_counter()
+            phases[name], started = (now - started) * 1000, now
+
+        adapter = self._serialise(tensors)
+        header = check_adapter(adapter, self._max_rank)
+        lap("serialise")
+        digest = self._store.put(adapter)
+        lap("store")
+        line, before = self._line, self._newest
+        manifest = Manifest(
+            policy=line.policy,
+            version=before.version + 1 if before else 1,
+            digest=digest,
+            parent=before.digest if before else None,
+            base=self._base,
+            rank=largest_rank(parse_config(adapter.config)),
+            targets=module_names(header),
+            dtype=next(iter(header.values())).dtype,
+            step=step,
+            epoch=line.epoch,
+            run=line.run,
+            created_ms=self._now_ms(),
+            size=len(adapter.tensors),
+        )
+        self._store.commit(manifest)
+        self._newest = manifest
+        lap("commit")
+        move_head(self._client, self._keys, manifest)
+        lap("announce")
+        names = (manifest.policy, manifest.version, manifest.digest)
+        log.info("policy=%s version=%d digest=%s step=%d published", *names, step)
+        happening = Published(policy=names[0], version=names[1], digest=names[2], step=step, phases_ms=phases)
+        event = Event(source="trainer", at_ms=self._now_ms(), happening=happening)
+        self._client.xadd(self._keys.events, {"body": codec.encode(event)})
+        return manifest

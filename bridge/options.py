@@ -16,7 +16,7 @@ Overrides = Annotated[
         "--set", metavar="SECTION.KEY=VALUE", help="Override one key of the file. Repeatable.", show_default=False
     ),
 ]
-RunDir = Annotated[Path, typer.Option("--run", help="Folder of the run (runs/<id>).", show_default=False)]
+RunDir = Annotated[Path, typer.Option("--run", help="Folder of the run, such as runs/demo.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line, for programs.")]
 
 
@@ -28,5 +28,5 @@ def settings_of(run: Path, overrides: list[str] | None = None) -> Settings:
     """
     file = run / "config.toml"
     if not file.is_file():
-        raise ConfigError(f"{run} is not the folder of a run (no config.toml)", action="Give --run runs/<id>")
+        raise ConfigError(f"{run} is not the folder of a run (no config.toml)", action="Give the run's folder, such as runs/demo")
     return load(file, overrides or ())

@@ -30,8 +30,8 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
     from lorabridge.bridge.errors import PortTaken
     from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.settings import load
-    from lorabridge.rollout.serve import is_cpu_build, vllm_command, with_environment
     from lorabridge.bridge.token import control_token, ensure_token
+    from lorabridge.rollout.serve import is_cpu_build, vllm_command, with_environment
 
     settings = load(config, overrides or ())
     model = model_folder(settings.model.path, settings.model.revision)

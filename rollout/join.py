@@ -20,10 +20,10 @@ from lorabridge.bridge.stream.connection import clock_offset_ms, connect, connec
 from lorabridge.bridge.stream.groups import GroupQueue
 from lorabridge.bridge.stream.head import repair_head
 from lorabridge.bridge.stream.keys import Keys
+from lorabridge.bridge.token import control_token
 from lorabridge.rollout.environment import Environment, Prompts, load_environment
 from lorabridge.rollout.generator import Generator
 from lorabridge.rollout.sampler import Residencies, Sampler
-from lorabridge.bridge.token import control_token
 from lorabridge.rollout.wire import EngineFacts, GeneratorState
 from lorabridge.rollout.worker import Worker
 

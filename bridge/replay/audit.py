@@ -49,7 +49,7 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True):
         span: None if the finding is about the whole turn.
         tokens: how many; the verdicts by ``counts`` sum up to it.
         discriminated: tokens that could tell versions apart.
-        max_error: largest distance from a recorded logprob, in nats; 0 if nothing was recomputed.
+        max_error: largest distance from a recorded logprob, in nats; None if nothing was recomputed.
         reasons: tokens by reason, of those that are not confirmed.
     """
 
@@ -59,7 +59,7 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     counts: dict[Verdict, int]
     discriminated: int = 0
-    max_error: float = 0.0
+    max_error: float | None = None
     reasons: dict[str, int] = {}
 
     @property
@@ -75,7 +75,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         trajectories, tokens: how many were looked at.
         confirmed, indistinct, refuted, unverifiable: tokens; they sum up to ``tokens``.
         discriminated: tokens that could tell versions apart.
-        max_error: largest distance from a recorded logprob, in nats; infinite where one is not a number.
+        max_error: largest distance from a recorded logprob, in nats; infinite where one is not a number, None if
+            nothing was recomputed.
         reasons: tokens by reason, of those that are not confirmed.
         refuted_trajectories: ids of the first ``LISTED`` with a refuted token.
     """
@@ -87,7 +88,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     refuted: int
     unverifiable: int
     discriminated: int
-    max_error: float
+    max_error: float | None
     reasons: dict[str, int]
     refuted_trajectories: tuple[str, ...]
 
@@ -95,6 +96,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self) -> bool:
         """Whether something was audited, and nothing of it is refuted or unverifiable."""
         return self.tokens > 0 and not self.refuted and not self.unverifiable
+
+    def figures(self) -> dict[str, int | float | None]:
+        """The counts and the largest error: what ``lorabridge audit --json`` prints (null for infinite)."""
+        names = ("trajectories", "tokens", "confirmed", "indistinct", "refuted", "unverifiable", "discriminated")
+        return {**{name: getattr(self, name) for name in names}, "max_error": self.max_error}
 
 
 def audit(
@@ -163,12 +169,13 @@ def summarise(trajectories: int, reports: Iterable[SpanReport]) -> AuditReport:
     counts: Counter[Verdict] = Counter()
     reasons: Counter[str] = Counter()
     refuted: dict[str, None] = {}
-    discriminated, error = 0, 0.0
+    errors: list[float] = []
+    discriminated = 0
     for report in reports:
         counts.update(report.counts)
         reasons.update(report.reasons)
         discriminated += report.discriminated
-        error = max(error, report.max_error)
+        errors += [] if report.max_error is None else [report.max_error]
         if report.counts.get(Verdict.REFUTED):
             refuted[report.trajectory] = None
     return AuditReport(
@@ -179,7 +186,7 @@ def summarise(trajectories: int, reports: Iterable[SpanReport]) -> AuditReport:
         refuted=counts[Verdict.REFUTED],
         unverifiable=counts[Verdict.UNVERIFIABLE],
         discriminated=discriminated,
-        max_error=error,
+        max_error=max(errors, default=None),
         reasons=dict(reasons.most_common()),
         refuted_trajectories=tuple(refuted)[:LISTED],
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import lorabridge.bridge
 from lorabridge.bridge.errors import ConfigError, MachineError
 from lorabridge.bridge.run import valkey
-from lorabridge.bridge.run.processes import died
+from lorabridge.bridge.run.processes import died, last_words
 from lorabridge.bridge.run.summary import Summary
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
 from lorabridge.bridge.run.up import PASSWORD, check_installed, loop, resolved, supervised
@@ -126,8 +126,9 @@ def make_base(supervisor: Supervisor) -> Path:
     if made.is_file():
         return folder
     # Whoever comes second, of two demos that make it at once, ends with 1 and finds it there.
-    child = supervisor.start("base", _BASE, str(folder), "--threads", str(cores()), ends_with=(0, 1))
-    supervisor.attend(lambda: child.code is not None, "the base model to be made, once, in about 75 s")
+    child = supervisor.start("base", _BASE, str(folder), ends_with=(0, 1))
+    what = "the base model to be made, once, in about 75 s"
+    supervisor.attend(lambda: child.code is not None, lambda: f"{what}: {last_words(child.output()) or 'starting'}")
     if not made.is_file():
         raise died(child)
     return folder

@@ -61,7 +61,7 @@ class Supervisor:
         self._children.append(child)
         return child
 
-    def attend(self, until: Callable[[], bool], stage: str = "") -> None:
+    def attend(self, until: Callable[[], bool], stage: str | Callable[[], str] = "") -> None:
         """Show the run until ``until()``; ``stage`` says what is waited for, if it is not plain from the run itself.
 
         Raises:
@@ -75,7 +75,7 @@ class Supervisor:
                     raise died(child)
             if until():
                 return
-            self._display.show(self._view(stage))
+            self._display.show(self._view(stage if isinstance(stage, str) else stage()))
             time.sleep(_TICK_S)
 
     def finish(self, child: Child, stage: str, within_s: float) -> None:

@@ -19,12 +19,12 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.settings import GeneratorsSection, Settings, load
 from lorabridge.bridge.store import open_store
+from lorabridge.bridge.token import control_token
 from lorabridge.rollout.plugin.adapters import FileLog, LocalAdapters
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.doors import control_app
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
-from lorabridge.bridge.token import control_token
 from lorabridge.rollout.wire import UNIX, EngineFacts
 from starlette.datastructures import State
 

@@ -6,9 +6,13 @@ half a million parameters learns that in a minute, and answers are still long en
 sample to live through a change of adapter.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lorabridge.rollout.environment import Environment
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Every character that can stand in a question or an answer, in the order an answer has them."""
@@ -74,3 +78,9 @@ def sorted_prefix(
         right_share(str(messages[-1]["content"] or ""), wanted)
         for messages, wanted in zip(completions, answer, strict=True)
     ]
+
+
+ROWS = 4000
+"""Prompts in the demo's dataset: more than a demo gets through."""
+
+environment = Environment(dataset=lambda seed: dataset(seed, ROWS), reward_funcs=(sorted_prefix,))

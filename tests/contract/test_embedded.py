@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import stat
 from pathlib import Path
@@ -83,7 +85,7 @@ def test_a_path_that_the_server_cannot_take_is_refused(tmp_path: Path) -> None:
 
 def test_it_ends_with_the_block_even_if_it_died_before(tmp_path: Path) -> None:
     with embedded_valkey(tmp_path) as section, connect(section) as client:
-        client.shutdown(nosave=True)
+        os.kill(int(client.info("server")["process_id"]), signal.SIGKILL)
     port = int(section.url.rpartition(":")[2].partition("/")[0])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0

@@ -305,7 +305,7 @@ def test_a_server_that_does_not_answer_is_unreachable(place: Callable[[], tuple[
 
 def test_an_unknown_command_is_a_refusal_that_names_it(redis_section: RedisSection, client: redis.Redis) -> None:
     with pytest.raises(StreamRefused, match="NOSUCHCOMMAND"), errors(redis_section):
-        client.execute_command("NOSUCHCOMMAND")
+        client.execute_command("NOSUCHCOMMAND")  # type: ignore[no-untyped-call]
 
 
 def test_the_servers_clock_is_in_milliseconds_and_goes_forward(client: redis.Redis) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -100,27 +102,28 @@ async def test_the_base_never_answers_for_a_policy(server: Server, pair: list[Ma
         assert (await public.post(GENERATE, json={**body, "model": "pair"})).status_code == 200
 
 
-@pytest.fixture(scope="module")
-def vllm_routes() -> Iterator[list[tuple[str, str]]]:
-    """Every route that this vLLM can have, development ones included: (method, path)."""
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+# In a process of its own: vLLM's development routes are decided by its environment when it is imported.
+ROUTES = """
+import json
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    before = dict(os.environ)
-    os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_PLUGINS": ""}
-    try:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-scale-out", "--enable-lora"])
-        app = build_app(args, ("generate",))
-    finally:
-        os.environ.clear()
-        os.environ |= before
-    yield [
-        (method, route.path)
-        for route in app.routes
-        for method in sorted(getattr(route, "methods", None) or {"GET"})
-        if hasattr(route, "path")
-    ]
+arguments = ["--enable-scale-out", "--enable-lora"]
+app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments), ("generate",))
+routes = [route for route in app.routes if hasattr(route, "path")]
+print(json.dumps([(method, r.path) for r in routes for method in getattr(r, "methods", None) or ["GET"]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def vllm_routes() -> list[tuple[str, str]]:
+    """Every route that this vLLM can have, development ones included: (method, path)."""
+    everything_on = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_PLUGINS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ROUTES], env=os.environ | everything_on, capture_output=True, text=True, check=True
+    )
+    return [(method, path) for method, path in json.loads(done.stdout.splitlines()[-1])]
 
 
 def test_the_public_door_lets_generation_through_and_nothing_else(

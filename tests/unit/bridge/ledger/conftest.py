@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,3 @@ def ledger(tmp_path: Path, make: type[Make]) -> Path:
     ]  # fmt: skip
     make.commit(dir, {"announce": manifests}, fence=2)
     return dir
-
-
-MakeFixture = type[Make]
-Corrupt = Callable[[Path], None]

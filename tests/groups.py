@@ -1,0 +1,37 @@
+"""Groups on a stream as a test sees them, past the classes that are tested."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import redis
+import redis.asyncio
+from lorabridge.bridge.stream.groups import GroupQueue, decode_group
+from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
+
+LONG_S = 3600.0
+
+
+def queue_of(client: redis.asyncio.Redis, keys: Keys, worker: str = "worker", ahead: int = 4) -> GroupQueue:
+    return GroupQueue(client, keys, worker, ahead, LONG_S)
+
+
+def expire(client: redis.Redis, keys: Keys, number: int) -> None:
+    """Let the lease of a group end now."""
+    assert client.zadd(keys.leases, {str(number): 0}, xx=True, ch=True) == 1
+
+
+def entered(client: redis.Redis, keys: Keys) -> list[tuple[int, int]]:
+    """(group, attempt) of everything on the stream."""
+    entries = cast(list[tuple[bytes, dict[bytes, bytes]]], client.xrange(keys.trajectories))
+    return [(group.group, group.attempt) for group in (decode_group(fields) for _, fields in entries)]
+
+
+def counts(client: redis.Redis, keys: Keys) -> tuple[int, int]:
+    """(started, finished)."""
+    started, finished = cast(list[bytes | None], client.hmget(keys.groups, ["started", "finished"]))
+    return int(started or 0), int(finished or 0)
+
+
+def pending(client: redis.Redis, keys: Keys) -> int:
+    return int(client.xpending(keys.trajectories, TRAINER_GROUP)["pending"])

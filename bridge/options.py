@@ -28,5 +28,7 @@ def settings_of(run: Path, overrides: list[str] | None = None) -> Settings:
     """
     file = run / "config.toml"
     if not file.is_file():
-        raise ConfigError(f"{run} is not the folder of a run (no config.toml)", action="Give the run's folder, such as runs/demo")
+        raise ConfigError(
+            f"{run} is not the folder of a run (no config.toml)", action="Give the run's folder, such as runs/demo"
+        )
     return load(file, overrides or ())

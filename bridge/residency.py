@@ -53,6 +53,20 @@ class EngineSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+def parse_label(label: str) -> tuple[str, int] | None:
+    """Instance and epoch of a label, None if it is not one of ours (vLLM's own before a server's first: ``default``)."""
+    instance, colon, epoch = label.rpartition(":")
+    return (instance, int(epoch)) if colon and epoch.isascii() and epoch.isdigit() else None
+
+
+def epochs_between(labels: Sequence[str]) -> list[tuple[str, int]]:
+    """(label, epoch) of every epoch from the first to the last of ``labels``, per instance, in order."""
+    epochs: dict[str, list[int]] = {}
+    for instance, epoch in filter(None, map(parse_label, labels)):
+        epochs.setdefault(instance, []).append(epoch)
+    return [(f"{instance}:{n}", n) for instance, own in epochs.items() for n in range(min(own), max(own) + 1)]
+
+
 def resolve(
     policy: str, count: int, engine_spans: Sequence[EngineSpan], records: Mapping[str, Residency]
 ) -> tuple[Span, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lorabridge.bridge.codec import canonical_json
-from lorabridge.bridge.residency import Residency, resolve
+from lorabridge.bridge.residency import Residency, epochs_between, resolve
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.stream.groups import Claim
 from lorabridge.bridge.trajectory import Group, Trajectory, Turn, Unestablished
@@ -38,11 +38,15 @@ class Residencies:
         self._records[record.label] = record
 
     async def of(self, labels: Sequence[str]) -> Mapping[str, Residency]:
-        """Every record known; the generator is asked if one of ``labels`` is not. Raises ``GeneratorError``."""
+        """Every record known. The generator is asked first if one of ``labels``, or of the epochs between them, is not.
+
+        Raises:
+            GeneratorError: the generator cannot be asked.
+        """
         async with self._lock:
-            if any(label not in self._records for label in labels):
-                known = max((record.epoch for record in self._records.values()), default=-1)
-                for record in await self._generator.residencies(known):
+            missing = [epoch for label, epoch in epochs_between(labels) if label not in self._records]
+            if missing:
+                for record in await self._generator.residencies(min(missing) - 1):
                     self.add(record)
         return self._records
 

@@ -68,6 +68,7 @@ class Worker:
             GeneratorError: the generator refuses for good: quarantine, token, no plugin.
             HeadConflict: Redis and the store name different heads.
         """
+        # Every loop also looks at ``_stopping``: redis-py can swallow a cancellation while it connects.
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [self._listen(), self._check_head(), self._swap_to_newest(), self._sample()]
@@ -85,7 +86,7 @@ class Worker:
     async def _listen(self) -> None:
         """Hear of new versions. Only the newest matters; a missed one is caught by ``_check_head``."""
         last = "$"
-        while True:
+        while not self._stopping.is_set():
             reply = cast(Reply, await self._client.xread({self._keys.announce: last}, block=1000))
             for _, entries in reply or []:
                 for entry, fields in entries:
@@ -93,7 +94,7 @@ class Worker:
                     self._hear(decode_announcement(fields))
 
     async def _check_head(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             head = await asyncio.to_thread(self._reconcile)
             if head is not None:
                 self._hear(head)
@@ -106,7 +107,7 @@ class Worker:
 
     async def _swap_to_newest(self) -> None:
         now: Residency | None = None
-        while True:
+        while not self._stopping.is_set():
             await self._news.wait()
             self._news.clear()
             manifest = self._wanted
@@ -149,8 +150,14 @@ class Worker:
     async def _sample(self) -> None:
         await self._served.wait()
         room = asyncio.Semaphore(self._concurrency)
+        sampling: set[asyncio.Task[None]] = set()
+
+        def done(task: asyncio.Task[None]) -> None:
+            sampling.discard(task)
+            room.release()
+
         async with asyncio.TaskGroup() as tasks:
-            while True:
+            while not self._stopping.is_set():
                 await room.acquire()
                 claim = await self._queue.claim()
                 if claim is None:
@@ -158,7 +165,10 @@ class Worker:
                     await asyncio.sleep(_IDLE_S)
                     continue
                 task = tasks.create_task(self._group(claim))
-                task.add_done_callback(lambda _: room.release())
+                sampling.add(task)
+                task.add_done_callback(done)
+            for task in sampling:
+                task.cancel()
 
     async def _group(self, claim: Claim) -> None:
         try:

@@ -2,8 +2,9 @@
 
 Spans whose KV was kept make a chain: each is computed on what the spans before it left in the cache under their own
 adapters. A neighbouring version is tried on one span at a time, on a copy of the same cache, and leaves no trace.
-Chains through the same adapters go through the model together, padded on the right: with a causal model, padding after
-a token does not change it, and where a chain goes on, its padding is masked.
+
+Chains through the same adapters go through the model together. A prompt that several of them share, as the samples of
+a group do, is computed once. Rows are padded on the right of each step, and what comes later does not see the padding.
 
 torch, transformers and peft are imported when a ``Scorer`` is made.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,12 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt_ids) + self.pieces[-1].end - 1
 
     def fed(self, number: int) -> tuple[int, int]:
-        """Positions that piece ``number`` feeds: from where the one before stopped to all but its last token."""
+        """Positions that piece ``number`` feeds: all but its last token, from where the one before stopped.
+
+        Before the first piece, all of the prompt but its last token has been fed.
+        """
         before = len(self.prompt_ids) - 1
-        return (before + self.pieces[number - 1].end if number else 0), before + self.pieces[number].end
+        return before + (self.pieces[number - 1].end if number else 0), before + self.pieces[number].end
 
 
 class PieceScore(msgspec.Struct, frozen=True):
@@ -90,18 +94,19 @@ class ChainScore(msgspec.Struct, frozen=True):
 
 
 def batches(chains: Sequence[Chain], max_rows: int, max_positions: int) -> Iterator[list[Chain]]:
-    """Chains that can go through the model together, by policy and version, and of similar length.
+    """Chains that can go through the model together, by policy and version, with equal prompts side by side.
 
     Args:
         chains: in any order.
         max_rows: chains in a batch.
         max_positions: rows times longest length in a batch; a chain that is longer goes alone.
     """
-    ordered = sorted(chains, key=lambda chain: (chain.adapters, chain.length))
+    ordered = sorted(chains, key=lambda chain: (chain.adapters, len(chain.prompt_ids), chain.prompt_ids, chain.length))
     for _, alike in groupby(ordered, key=lambda chain: chain.adapters):
         batch: list[Chain] = []
         for chain in alike:
-            if batch and (len(batch) == max_rows or (len(batch) + 1) * chain.length > max_positions):
+            longest = max(each.length for each in [*batch, chain])
+            if batch and (len(batch) == max_rows or (len(batch) + 1) * longest > max_positions):
                 yield batch
                 batch = []
             batch.append(chain)
@@ -140,84 +145,118 @@ class Scorer:
 
         An adapter that cannot be read or loaded is reported as the ``problem`` of the chains that need it.
         """
-        # Sliding windows count masked positions too, so that padding inside a chain would shorten them.
-        slides = getattr(self._config, "sliding_window", None) and getattr(self._config, "use_sliding_window", True)
-        together = [chain for chain in chains if len(chain.pieces) == 1 or not slides]
-        alone = [chain for chain in chains if len(chain.pieces) > 1 and slides]
-        for group, rows in ((together, self._max_rows), (alone, 1)):
-            for batch in batches(group, rows, self._max_positions):
-                try:
-                    scores = self._score(batch)
-                except (AdapterError, StoreError) as error:
-                    scores = [ChainScore(chain, (), error.problem) for chain in batch]
-                yield from scores
+        for batch in batches(chains, self._rows(chains), self._max_positions):
+            try:
+                scores = self._score(batch)
+            except (AdapterError, StoreError) as error:
+                scores = [ChainScore(chain, (), error.problem) for chain in batch]
+            yield from scores
+
+    def _rows(self, chains: Sequence[Chain]) -> int:
+        """A sliding window counts padding too: chains that it could shorten go alone, unpadded."""
+        window = getattr(self._config, "sliding_window", None)
+        if window is None or not getattr(self._config, "use_sliding_window", True):
+            return self._max_rows
+        padded = max(((len(chain.pieces) + 1) * chain.length for chain in chains), default=0)
+        return self._max_rows if padded < window else 1
 
     def _score(self, chains: list[Chain]) -> list[ChainScore]:
         import torch
-        from transformers import DynamicCache
 
-        pieces = chains[0].pieces
-        cache = DynamicCache(config=self._config) if len(pieces) > 1 else None
-        seen: torch.Tensor | None = None
+        prompts = _Prompts(chains, self._config)
+        seen, left = prompts.valid, None
         scored: list[list[PieceScore]] = []
         with torch.no_grad():
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(chains[0].pieces):
                 step = _Step(chains, number, seen)
-                # The chain's own adapter goes last: it is the one whose KV stays in the cache.
-                others = [step.logprobs(self._adapters.use(d), copy.deepcopy(cache)) for d in piece.neighbours]
-                own = step.logprobs(self._adapters.use(piece.digest), cache)
-                scored.append([PieceScore(row, tuple(o[n] for o in others)) for n, row in enumerate(own)])
-                seen = step.valid
-        return [ChainScore(chain, tuple(s[n] for s in scored)) for n, chain in enumerate(chains)]
+                logprobs = []
+                # The chain's own adapter goes last: it is the one whose KV the next piece finds.
+                for digest in (*piece.neighbours, piece.digest):
+                    model = self._adapters.use(digest)
+                    cache = copy.deepcopy(left) if number else prompts.kv(model)
+                    logprobs.append(step.logprobs(model, cache))
+                *others, own = logprobs
+                scored.append([PieceScore(row, tuple(other[n] for other in others)) for n, row in enumerate(own)])
+                seen, left = step.seen, cache
+        return [ChainScore(chain, tuple(piece[n] for piece in scored)) for n, chain in enumerate(chains)]
+
+
+class _Prompts:
+    """The prompts of a batch, each once and without its last token, which the first piece feeds.
+
+    ``valid`` is 1 where a row of the batch has a prompt token and 0 where it has padding.
+    """
+
+    def __init__(self, chains: list[Chain], config: Any) -> None:
+        import torch
+
+        numbers: dict[tuple[int, ...], int] = {}
+        owners = [numbers.setdefault(chain.prompt_ids, len(numbers)) for chain in chains]
+        self._config = config
+        self._owners = torch.tensor(owners)
+        self._ids, valid = _padded([prompt[:-1] for prompt in numbers])
+        self.valid = valid[self._owners]
+
+    def kv(self, model: Any) -> Any:
+        """A cache with every row's prompt, as the active adapter computes it."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._config)
+        if self._ids.shape[1]:
+            model(input_ids=self._ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache.batch_select_indices(self._owners)
+        return cache
 
 
 class _Step:
-    """One piece of every chain in a batch, as tensors of (rows, longest piece) and (scored tokens)."""
+    """One piece of every chain in a batch. ``seen`` is 1 where the cache holds a token once the piece is computed."""
 
-    def __init__(self, chains: list[Chain], number: int, seen: torch.Tensor | None) -> None:
+    def __init__(self, chains: list[Chain], number: int, seen: torch.Tensor) -> None:
         import torch
 
         ranges = [chain.fed(number) for chain in chains]
-        width = max(stop - start for start, stop in ranges)
         rows: list[int] = []
         columns: list[int] = []
         targets: list[int] = []
-        self.counts: list[int] = []
-        ids = torch.zeros(len(chains), width, dtype=torch.long)
-        valid = torch.zeros(len(chains), width, dtype=torch.long)
-        for row, (chain, (start, stop)) in enumerate(zip(chains, ranges, strict=True)):
-            piece = chain.pieces[number]
-            ids[row, : stop - start] = torch.tensor((chain.prompt_ids + chain.token_ids)[start:stop])
-            valid[row, : stop - start] = 1
-            count = piece.end - piece.start
+        self._counts = [chain.pieces[number].end - chain.pieces[number].start for chain in chains]
+        for row, (chain, (start, stop), count) in enumerate(zip(chains, ranges, self._counts, strict=True)):
             rows += [row] * count
             columns += range(stop - start - count, stop - start)  # the position before each token predicts it
-            targets += chain.token_ids[piece.start : piece.end]
-            self.counts.append(count)
-        self.ids = ids
-        self.positions = torch.tensor([start for start, _ in ranges])[:, None] + torch.arange(width)
-        self.valid = valid if seen is None else torch.cat([seen, valid], dim=1)
-        # Without KV before it a causal mask is enough, and faster.
-        self.mask = None if seen is None else self.valid
-        self.keep = width - min(columns)
-        self.at = torch.tensor(rows), torch.tensor(columns) - (width - self.keep)
-        self.targets = torch.tensor(targets)[:, None]
-        self.divisors = torch.tensor([chains[row].divisor for row in rows])[:, None]
+            targets += chain.token_ids[chain.pieces[number].start : chain.pieces[number].end]
+        self._ids, valid = _padded(
+            [(chain.prompt_ids + chain.token_ids)[slice(*fed)] for chain, fed in zip(chains, ranges, strict=True)]
+        )
+        width = self._ids.shape[1]
+        self.seen = torch.cat([seen, valid], dim=1)
+        self._positions = torch.tensor([start for start, _ in ranges])[:, None] + torch.arange(width)
+        self._keep = width - min(columns)
+        self._at = torch.tensor(rows), torch.tensor(columns) - min(columns)
+        self._targets = torch.tensor(targets)[:, None]
+        self._divisors = torch.tensor([chains[row].divisor for row in rows])[:, None]
 
     def logprobs(self, model: Any, cache: Any) -> list[tuple[float, ...]]:
-        """Logprobs of every row's tokens; ``cache`` (None: keep no KV) grows by this step."""
+        """Logprobs of every row's tokens; ``cache`` grows by this step."""
         logits: torch.Tensor = model(
-            input_ids=self.ids,
-            position_ids=self.positions,
-            attention_mask=self.mask,
+            input_ids=self._ids,
+            position_ids=self._positions,
+            attention_mask=self.seen,
             past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=self.keep,
+            use_cache=True,
+            logits_to_keep=self._keep,
         ).logits
-        every = (logits[self.at].float() / self.divisors).log_softmax(-1)
-        flat: list[float] = every.gather(1, self.targets)[:, 0].tolist()
-        ends = [sum(self.counts[: n + 1]) for n in range(len(self.counts))]
-        return [tuple(flat[end - count : end]) for end, count in zip(ends, self.counts, strict=True)]
+        every = (logits[self._at].float() / self._divisors).log_softmax(-1)
+        flat = iter(every.gather(1, self._targets)[:, 0].tolist())
+        return [tuple(islice(flat, count)) for count in self._counts]
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of (rows, longest), padded on the right with 0, and 1 where they are not padding."""
+    import torch
+
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
+    valid = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], dtype=torch.long)
+    return ids, valid
 
 
 class _Slot(msgspec.Struct):

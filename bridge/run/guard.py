@@ -7,12 +7,13 @@ torchrun gives its workers sessions of their own, vLLM's engine outlives a serve
 is killed cannot clean up. The guard adopts every orphan of its command (Linux's subreaper), so that all of them stay
 its descendants. It hears from its owner through standard input, which closes when the owner dies:
 
-==================== ==============================================================
+==================== ===================================================================
 SIGTERM              is passed on to the command
-``k`` on stdin       every descendant is killed now
+``k`` on stdin       every descendant is killed now; Python's resource trackers, which
+                     remove shared memory, get ``TRACKERS_S`` to do so first
 stdin closed         SIGTERM to the command, then after ``GRACE_S`` as for ``k``
 the command ends     what it left behind gets ``LEFTOVERS_S`` to go, then is killed
-==================== ==============================================================
+==================== ===================================================================
 
 It exits as the command did; 128 + n if signal n ended it.
 """
@@ -26,12 +27,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 
 KILL = b"k"
 GRACE_S = 5.0
 LEFTOVERS_S = 1.0
+TRACKERS_S = 2.0
 _UNKILLABLE_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -86,20 +89,23 @@ def _reap(pid: int) -> int | None:
 
 def _clear(patience_s: float) -> None:
     """Wait for the descendants to end, ``patience_s`` seconds, then kill them until none is left."""
-    started = time.monotonic()
+    began = time.monotonic()
     me = psutil.Process()
-    while time.monotonic() < started + patience_s + _UNKILLABLE_S:
+    while (waited := time.monotonic() - began) < patience_s + _UNKILLABLE_S:
         _reap(0)
         left = me.children(recursive=True)
         if not left:
             return
-        if time.monotonic() >= started + patience_s:
-            for process in left:
-                try:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                if waited >= patience_s + (TRACKERS_S if _is_tracker(process) else 0):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    pass
         time.sleep(0.02)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it is there to remove the shared memory of others once they have ended, and then ends by itself."""
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def _signals() -> int:

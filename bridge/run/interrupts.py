@@ -29,7 +29,9 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # After an interrupt the process is on its way out: one more Ctrl-C, even while Python shuts down, is not
+            # to change how it ends.
+            signal.signal(number, signal.SIG_IGN if self._count else handler)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if there was an interrupt."""

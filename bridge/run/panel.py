@@ -181,8 +181,8 @@ class Display:
         if self._live:
             self._live.update(render(view), refresh=True)
             return
-        # What is waited for within a step changes many times a second: that is no news.
-        subject = view.stage or (waits_for(view) if not view.news.steps else "steps")
+        # What is waited for within a step, and how far a stage has come, change all the time: that is no news.
+        subject = view.stage.partition(":")[0] or (waits_for(view) if not view.news.steps else "steps")
         if subject != self._said or view.elapsed_s >= self._said_s + self._every_s:
             self._said, self._said_s = subject, view.elapsed_s
             self.note(line(view))

@@ -12,6 +12,7 @@ from pathlib import Path
 from lorabridge.bridge.errors import ProcessDied
 from lorabridge.bridge.run.guard import KILL
 
+LATER_S = 1.5
 _TICK_S = 0.05
 _TAIL_BYTES = 64 * 1024
 _LINE = 300
@@ -92,15 +93,14 @@ class Child:
 
 
 def stop(stages: Sequence[Sequence[Child]], *, within_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Stop children stage by stage: SIGTERM, wait, kill. Each stage gets its share of what is left of ``within_s``.
+    """Stop children stage by stage: SIGTERM, wait, kill. Each stage leaves ``LATER_S`` to each one after it.
 
     When ``hurry()`` turns true, what is left is killed at once.
     """
     deadline = time.monotonic() + within_s
     try:
         for number, stage in enumerate(stages):
-            now = time.monotonic()
-            until = now + max(0, deadline - now) / (len(stages) - number)
+            until = deadline - LATER_S * (len(stages) - number - 1)
             for child in stage:
                 child.ask_to_stop()
             while any(child.code is None for child in stage) and time.monotonic() < until and not hurry():

@@ -14,7 +14,7 @@ from lorabridge.bridge.run.panel import Display, Phase, ProcessView, View
 from lorabridge.bridge.run.processes import Child, died, stop
 from lorabridge.bridge.settings import Settings
 
-STOP_S = 8.0
+STOP_S = 7.5
 _TICK_S = 0.2
 _ENDS_LATE = ("archiver", "valkey")
 

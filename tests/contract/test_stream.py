@@ -159,26 +159,30 @@ def test_a_trainer_that_publishes_meanwhile_is_no_conflict(
 ) -> None:
     move_head(client, keys, commit(store, 1))
     commit(store, 2)
-    look, move = head_module.read_head, head_module.move_head
+    look, move, newest = head_module.read_head, head_module.move_head, store.newest
     published: list[Manifest] = []
 
-    def publish() -> None:
-        if not published:
+    def publish(now: str) -> None:
+        if moment == now and not published:
             published.append(commit(store, 3))
             move(client, keys, published[0])
 
     def looks(client: redis.Redis, keys: Keys, policy: str) -> Head | None:
         seen = look(client, keys, policy)
-        if moment == "between the looks":
-            publish()
+        publish("between the looks")
         return seen
 
+    def looks_up(policy: str) -> Manifest | None:
+        found = newest(policy)
+        publish("between the looks")
+        return found
+
     def moves(client: redis.Redis, keys: Keys, manifest: Manifest) -> bool:
-        if moment == "before the repair":
-            publish()
+        publish("before the repair")
         return move(client, keys, manifest)
 
     monkeypatch.setattr(head_module, "read_head", looks)
+    monkeypatch.setattr(store, "newest", looks_up)
     monkeypatch.setattr(head_module, "move_head", moves)
     assert repair_head(client, keys, store, "policy") == published[0]
     assert look(client, keys, "policy") == head_of(published[0])

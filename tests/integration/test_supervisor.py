@@ -129,6 +129,16 @@ def test_a_hurry_kills_at_once_what_would_have_had_time(start: Started) -> None:
     assert not start.left()
 
 
+def test_shared_memory_of_a_killed_process_is_removed(start: Started) -> None:
+    child = start(f"from multiprocessing.shared_memory import SharedMemory as M; m = M(create=True, size=9)\n"
+                  f"print(m.name, flush=True)\n{STUBBORN}")  # fmt: skip
+    assert eventually(start.up)
+    memory = Path("/dev/shm") / child.output().split()[0]
+    assert memory.exists()
+    stop([[child]], within_s=0)
+    assert not memory.exists()
+
+
 def test_what_a_dead_process_leaves_is_cleaned_up_at_once(start: Started) -> None:
     child = start(
         "import os, subprocess, sys, time\n"

@@ -67,8 +67,8 @@ def test_spans_on_kept_kv_are_chained_and_fresh_ones_start_again(case: Case) -> 
     verdicts(case, case.trajectory(turn))
     assert [[piece.version for piece in chain.pieces] for chain in case.scorer.chains] == [[1, 2], [3, 4]]
     first, second = case.scorer.chains
-    assert [first.fed(n) for n in (0, 1)] == [(0, 3), (3, 6)]  # two prompt tokens; all but the last sampled one
-    assert [second.fed(n) for n in (0, 1)] == [(0, 8), (8, 10)]
+    assert [first.fed(n) for n in (0, 1)] == [(1, 3), (3, 6)]  # two prompt tokens; all but the last sampled one
+    assert [second.fed(n) for n in (0, 1)] == [(1, 8), (8, 10)]
 
 
 def test_neighbours_are_the_versions_before_and_after(case: Case) -> None:

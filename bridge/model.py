@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-
 from lorabridge.bridge.errors import ModelError
 
 

@@ -54,9 +54,10 @@ class EngineSpan(msgspec.Struct, frozen=True):
 
 
 def parse_label(label: str) -> tuple[str, int] | None:
-    """Instance and epoch of a label, None if it is not one of ours (vLLM's own before a server's first: ``default``)."""
+    """Instance and epoch of a label, None if it is not one of ours (vLLM's own before our first is ``default``)."""
     instance, colon, epoch = label.rpartition(":")
-    return (instance, int(epoch)) if colon and epoch.isascii() and epoch.isdigit() else None
+    ours = colon and epoch.isascii() and epoch.isdigit() and len(epoch) < 16
+    return (instance, int(epoch)) if ours else None
 
 
 def epochs_between(labels: Sequence[str]) -> list[tuple[str, int]]:

@@ -20,6 +20,7 @@ from lorabridge.bridge.residency import EngineSpan, KvMode, Residency
 from lorabridge.bridge.trajectory import FinishReason, Sampling
 from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, SwapReply, SwapRequest
 
+_IDLE_S = 2.0
 _PASSING = (aiohttp.ClientConnectionError, TimeoutError)
 T = TypeVar("T")
 
@@ -71,17 +72,24 @@ class Generator:
         self._token, self._connections = token, connections
 
     async def __aenter__(self) -> Generator:
+        # A server closes connections that were idle for 5 s (uvicorn's default), perhaps just as one is used again.
+        # So idle ones are dropped before that, and the control door, asked rarely, gets a new one each time.
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        self._public = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._connections), timeout=unlimited)
-        connector: aiohttp.BaseConnector | None = None
-        if self._control_url.startswith(UNIX):
-            connector = aiohttp.UnixConnector(self._control_url.removeprefix(UNIX))
+        self._public = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=_IDLE_S), timeout=unlimited
+        )
+        is_unix = self._control_url.startswith(UNIX)
+        connector = (
+            aiohttp.UnixConnector(self._control_url.removeprefix(UNIX), force_close=True)
+            if is_unix
+            else aiohttp.TCPConnector(force_close=True)
+        )
         self._control = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=120, sock_connect=10),
             headers={"Authorization": f"Bearer {self._token}"},
         )
-        self._control_base = "http://control" if connector else self._control_url
+        self._control_base = "http://control" if is_unix else self._control_url
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -159,7 +167,8 @@ class Generator:
             async with self._control.request(method, self._control_base + path, data=body) as reply:
                 answer = await reply.read()
         except _PASSING as error:
-            if await self.healthy():
+            # Only a refused connection says that nobody is there; a lost one may be a server that is busy or ending.
+            if isinstance(error, aiohttp.ClientConnectorError) and await self.healthy():
                 raise PluginMissing(
                     f"{self.url} is a vLLM server, but nothing answers at its control door {self._control_url}",
                     action="Start it with `lorabridge serve`, or correct [generators] control",

@@ -22,7 +22,7 @@ from lorabridge.bridge.store import Store
 from lorabridge.bridge.trajectory import Span, Trajectory
 
 LISTED = 20
-"""How many refuted trajectories a report names."""
+"""How many refuted trajectories a report names, and how many reasons are printed."""
 
 Progress = Callable[[int, int], None]
 """Told how many sampled tokens are done, and how many there are."""

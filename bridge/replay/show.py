@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lorabridge.bridge.replay.audit import AuditReport, SpanReport
+from lorabridge.bridge.replay.audit import LISTED, AuditReport, SpanReport
 from lorabridge.bridge.replay.verdict import TOLERANCES, Verdict
 from lorabridge.bridge.trajectory import Trajectory, Turn
 from rich.console import Group as Stack
@@ -60,9 +60,9 @@ def trajectory_view(trajectory: Trajectory, decode: Decode) -> RenderableType:
 
 def verification_view(reports: Sequence[SpanReport]) -> RenderableType:
     """One row per span: who it says sampled it, and what the audit says."""
-    table = Table("turn", "tokens", "version", "digest", "KV", "largest error", "told apart", "verdict")
-    for name in ("turn", "largest error", "told apart"):
-        next(column for column in table.columns if column.header == name).justify = "right"
+    table = Table(box=None, pad_edge=False)
+    for name in ("turn", "tokens", "version", "digest", "KV", "error", "told apart", "verdict"):
+        table.add_column(name, justify="right" if name in ("turn", "error") else "left", no_wrap=True)
     reasons: dict[str, int] = {}
     for report in reports:
         span = report.span
@@ -132,7 +132,10 @@ def _turn(number: int, turn: Turn, decode: Decode) -> list[RenderableType]:
 
 
 def _reasons(reasons: dict[str, int]) -> list[Text]:
-    return [Text(f"  {count:,} tokens: {visible(reason)}", style="dim") for reason, count in reasons.items()]
+    lines = [f"{count:,} tokens: {visible(reason)}" for reason, count in reasons.items()]
+    if len(lines) > LISTED:
+        lines[LISTED:] = [f"and {len(lines) - LISTED} reasons more"]
+    return [Text(f"  {line}", style="dim") for line in lines]
 
 
 def _share(count: int, of: int) -> str:

@@ -92,10 +92,11 @@ def test_of_several_processes_exactly_one_commits_each_version_and_each_gets_its
     assert sorted(epochs) == [f"epoch {epoch}\n" for epoch in (2, 3, 4, 5)]
 
 
-# Publishes two versions in a fork of its own for every step n of the file system (open, sync, rename, link, mkdir,
-# remove), each killed at that step, until one comes through. Prints how many there were.
+# Publishes two versions in a fork of its own for every step n of the file system (open, write, sync, rename, link,
+# mkdir, remove), each killed at that step, until one comes through. Prints how many there were.
 CRASHES = """
 import os, signal, sys
+from pathlib import Path
 import msgspec
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.manifest import Manifest
@@ -120,8 +121,15 @@ def die_at(n, root):
             seen += 1
             if seen > n:
                 os.kill(os.getpid(), signal.SIGKILL)
-    sync = os.fsync
+    sync, open_path = os.fsync, Path.open
+
+    def opened(*args, **options):
+        stream = open_path(*args, **options)
+        step("sync")  # created, and nothing in it yet
+        return stream
+
     os.fsync = lambda handle: (step("sync"), sync(handle))
+    Path.open = opened
     sys.addaudithook(step)
 
 publish(os.path.join(root, "warm"))

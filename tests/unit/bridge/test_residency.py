@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lorabridge.bridge.residency import EngineSpan, KvMode, Residency, check_tiles, resolve
+from lorabridge.bridge.residency import EngineSpan, KvMode, Residency, check_tiles, epochs_between, parse_label, resolve
 from lorabridge.bridge.trajectory import Span, Unestablished
 
 from tests.factories import digest_of, make_residency, make_span
@@ -114,6 +114,29 @@ def test_an_epoch_in_between_without_a_record_is_not_guessed_at() -> None:
 
 def test_a_residency_record_names_its_label() -> None:
     assert make_residency(7, 1, instance="abc").label == "abc:7"
+
+
+@pytest.mark.parametrize(
+    ("label", "parsed"),
+    [
+        ("instance:7", ("instance", 7)),
+        ("a:b:7", ("a:b", 7)),
+        ("default", None),
+        ("", None),
+        ("instance:", None),
+        ("instance:-1", None),
+        ("instance:1.0", None),
+        ("instance:²", None),
+        ("instance:" + "9" * 5000, None),
+    ],
+)
+def test_a_label_is_ours_if_it_ends_with_an_epoch(label: str, parsed: tuple[str, int] | None) -> None:
+    assert parse_label(label) == parsed
+
+
+def test_the_epochs_between_labels_are_those_of_each_instance() -> None:
+    assert epochs_between([]) == []
+    assert epochs_between(["a:3", "b:7", "default", "a:1"]) == [("a:1", 1), ("a:2", 2), ("a:3", 3), ("b:7", 7)]
 
 
 engine_spans = st.lists(

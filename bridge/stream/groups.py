@@ -1,6 +1,6 @@
 """Groups from claim to finish. Each transition is one atomic call, so a crash between two leaves a state that heals.
 
-claim -> (renew)* -> deliver -> ... -> finish. A claim whose lease ends is claimed again, under another attempt. A
+claim -> deliver -> ... -> finish. A claim whose lease ends is claimed again, under another attempt. A
 group enters the stream in the same call that closes its lease, so it enters once (law 6).
 """
 

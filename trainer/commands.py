@@ -23,17 +23,18 @@ def train(config: options.Config = None, overrides: options.Overrides = None, np
 
         lorabridge train --config run.toml --nproc-per-node 2 --set trainer.max_steps=100
     """
-    from lorabridge.bridge.adapter import slot_rank
+    from lorabridge.bridge.adapter import check_config
     from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.settings import load
     from lorabridge.bridge.stream.connection import connect
+    from lorabridge.trainer.grpo import lora_arguments
 
     changes = list(overrides or ())
     if nproc_per_node is not None:
         changes.append(f"trainer.nproc_per_node={nproc_per_node}")
     settings = load(config, changes)
     # What a rank would find out half a minute later, torch imported.
-    slot_rank(settings.policy.rank)
+    check_config(lora_arguments(settings.policy) | {"peft_type": "LORA"}, settings.slot_rank)
     model_folder(settings.model.path, settings.model.revision)
     connect(settings.redis).close()
 

@@ -32,18 +32,19 @@ class TorchAttention:
         """
         if window_size != (-1, -1) or not causal:
             raise NotImplementedError("the CPU stand-in for FlashAttention knows neither windows nor non-causal masks")
-        starts_q, starts_k, groups = cu_q.tolist(), cu_k.tolist(), q.shape[1] // k.shape[1]
-        out = []
-        for i in range(len(starts_q) - 1):
-            queries = q[starts_q[i] : starts_q[i + 1]].transpose(0, 1)
-            keys, values = (
-                x[starts_k[i] : starts_k[i + 1]].transpose(0, 1).repeat_interleave(groups, 0) for x in (k, v)
-            )
-            # Query j of n sees the first (keys - n + j + 1) keys.
-            mask = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - queries.shape[1])
-            seen = F.scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=softmax_scale)
-            out.append(seen[0].transpose(0, 1))
-        return torch.cat(out)
+        # All segments at once, padded to the longest: one by one, a step spends most of its time between kernels.
+        lengths_q, lengths_k = cu_q.diff().long(), cu_k.diff().long()
+        at_q, at_k = torch.arange(max_q), torch.arange(max_k)
+        is_query, is_key = at_q < lengths_q[:, None], at_k < lengths_k[:, None]
+        queries = q[(cu_q[:-1, None] + at_q).clamp(max=len(q) - 1)].transpose(1, 2)
+        keys, values = (x[(cu_k[:-1, None] + at_k).clamp(max=len(k) - 1)].transpose(1, 2) for x in (k, v))
+        # Query j of n sees the first (keys - n + j + 1) keys.
+        last_seen = at_q + (lengths_k - lengths_q)[:, None]
+        mask = (at_k <= last_seen[:, :, None]) & is_key[:, None]
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, mask[:, None], scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)[is_query]
 
 
 def stand_in() -> None:

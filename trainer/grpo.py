@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, resolve_run
-from lorabridge.bridge.settings import Settings, load
+from lorabridge.bridge.settings import PolicySection, Settings, load
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupReader
@@ -126,6 +127,11 @@ def arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
+def lora_arguments(policy: PolicySection) -> dict[str, Any]:
+    """Arguments of PEFT's ``LoraConfig`` that decide what the adapter is."""
+    return {"r": policy.rank, "lora_alpha": policy.alpha, "target_modules": list(policy.target_modules)}
+
+
 def train(settings: Settings) -> None:
     """Train on this rank until ``max_steps``. Raises ``BridgeError``."""
     import torch
@@ -140,12 +146,7 @@ def train(settings: Settings) -> None:
         torch.set_num_threads(settings.trainer.threads)
     stand_in()
     folder = model_folder(settings.model.path, settings.model.revision)
-    peft = LoraConfig(
-        r=settings.policy.rank,
-        lora_alpha=settings.policy.alpha,
-        target_modules=list(settings.policy.target_modules),
-        task_type="CAUSAL_LM",
-    )
+    peft = LoraConfig(**lora_arguments(settings.policy), task_type="CAUSAL_LM")
     config = plain_config(peft)
     check_config(config, settings.slot_rank)
     main = _main_rank(settings, folder, config) if int(os.environ.get("RANK", "0")) == 0 else None
@@ -181,6 +182,8 @@ def main() -> int:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # the server is not TRL's here
+    logging.getLogger("vllm").setLevel(logging.WARNING)
     try:
         train(load(given.config, given.set))
     except BridgeError as error:

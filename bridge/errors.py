@@ -39,7 +39,7 @@ class BridgeError(Exception):
 
     def diagnostics(self) -> str:
         """One line for people: boundary, problem, next action."""
-        return f"{self.boundary}: {self.problem}. {self.action}"
+        return f"{self.boundary}: {self.problem.rstrip('.')}. {self.action}"
 
 
 class AnswerNo(BridgeError):

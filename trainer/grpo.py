@@ -143,6 +143,8 @@ def train(settings: Settings) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     if settings.trainer.threads:
+        # In the environment as well: accelerate sets torch's threads to every core where it finds nothing there.
+        os.environ["OMP_NUM_THREADS"] = str(settings.trainer.threads)
         torch.set_num_threads(settings.trainer.threads)
     stand_in()
     folder = model_folder(settings.model.path, settings.model.revision)

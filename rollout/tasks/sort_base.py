@@ -2,10 +2,12 @@
 
     python -m lorabridge.rollout.tasks.sort_base OUT
 
-It is trained on answers in which vowels are missing at random. What the model takes from that is the order, and to
-overlook a vowel now and then: taking the likeliest token at each step is right, sampling at temperature 1 is right for
-about half of an answer. That gap is what reinforcement learning closes in the demo; because it is about a few
-characters, a few dozen steps are enough. Training is bounded by steps rather than by time, and nothing is downloaded.
+It is trained on answers in which vowels are missing and characters are wrong at random. What the model takes from that
+is the order, to overlook a vowel now and then, and never to be quite sure: taking the likeliest token at each step is
+right, sampling at temperature 1 is right for about half of an answer. That gap is what reinforcement learning closes in
+the demo; because most of it is about a few characters, a few dozen steps are enough. That it is never quite sure is
+what lets the audit tell two versions apart: a token that is certain under both says nothing about either. Training is
+bounded by steps rather than by time, and nothing is downloaded.
 """
 
 import argparse
@@ -29,8 +31,11 @@ from transformers.utils.logging import disable_progress_bar
 STEPS, BATCH = 350, 16
 LEARNING_RATE = 3e-3
 WARMUP = 30
-SLIPPERY, SLIP = "05aeiou", 0.2
+SLIPPERY, SLIP = "05aeiou", 0.15
 """Which characters a training answer may miss, and the chance that it does; sampling learns to skip as often."""
+
+WRONG = 0.02
+"""The chance that a character of a training answer is another one."""
 
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "?"
 CHAT_TEMPLATE = (
@@ -99,8 +104,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
 
 
 def slip(rng: random.Random, answer: str) -> str:
-    """Return ``answer`` with each of its ``SLIPPERY`` characters left out with a chance of ``SLIP``."""
-    return "".join(character for character in answer if character not in SLIPPERY or rng.random() >= SLIP)
+    """Return ``answer`` with ``SLIPPERY`` characters left out, and others in the place of some, at random."""
+    kept = [character for character in answer if character not in SLIPPERY or rng.random() >= SLIP]
+    return "".join(rng.choice(sort.ALPHABET) if rng.random() < WRONG else character for character in kept)
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, samples: int) -> Batch:

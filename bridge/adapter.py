@@ -7,6 +7,7 @@ import re
 from typing import Annotated, Any
 
 import msgspec
+
 from lorabridge.bridge.codec import UNREADABLE
 from lorabridge.bridge.digest import adapter_digest, parse_config, semantic_config
 from lorabridge.bridge.errors import AdapterCorrupt, AdapterUnservable

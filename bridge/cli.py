@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import typer
+
 from lorabridge.bridge.errors import BridgeError, ConfigError
 
 _EPILOG = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
+
 from lorabridge.bridge.errors import CodecError, SchemaUnknown
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024

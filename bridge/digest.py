@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from lorabridge.bridge.codec import UNREADABLE, canonical_json
 from lorabridge.bridge.errors import AdapterCorrupt, ConfigError, DigestMissing
 

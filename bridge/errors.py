@@ -45,6 +45,7 @@ class BridgeError(Exception):
 class AnswerNo(BridgeError):
     """A command that answers a question found the answer to be no."""
 
+    boundary = "the answer is no"
     exit_code = 1
 
 

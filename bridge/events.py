@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+
 from lorabridge.bridge.residency import Residency
 
 

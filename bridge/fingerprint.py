@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 
 import msgspec
+
 from lorabridge.bridge.codec import UNREADABLE, canonical_json
 from lorabridge.bridge.errors import ModelError
 

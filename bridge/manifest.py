@@ -6,6 +6,7 @@ import re
 from typing import ClassVar
 
 import msgspec
+
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.fingerprint import Fingerprint
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.settings import Settings, load
 

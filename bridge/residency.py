@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import msgspec
+
 from lorabridge.bridge.trajectory import Span, Unestablished
 
 KvMode = Literal["keep", "recompute"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+
 from lorabridge.bridge.errors import ConfigError, RunMismatch
 from lorabridge.bridge.fingerprint import Fingerprint, fingerprint
 from lorabridge.bridge.model import eos_ids

@@ -14,10 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lorabridge.bridge.adapter import slot_rank
-from lorabridge.bridge.errors import ConfigError
-from lorabridge.bridge.manifest import check_policy_name
-from lorabridge.bridge.trajectory import Sampling
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -26,6 +22,11 @@ from pydantic_settings import (
     SettingsError,
     TomlConfigSettingsSource,
 )
+
+from lorabridge.bridge.adapter import slot_rank
+from lorabridge.bridge.errors import ConfigError
+from lorabridge.bridge.manifest import check_policy_name
+from lorabridge.bridge.trajectory import Sampling
 
 
 class Section(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+
 from lorabridge.bridge import options
 
 Print = Annotated[bool, typer.Option("--print", help="Print the whole vLLM command and exit.")]

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+
 from lorabridge.bridge.errors import (
     GeneratorError,
     GeneratorUnreachable,

@@ -10,6 +10,7 @@ import socket
 import time
 
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import ConfigError, GeneratorError, GeneratorUnreachable, RunMismatch
 from lorabridge.bridge.model import model_folder

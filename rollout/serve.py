@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+
 from lorabridge.bridge.settings import Settings, as_environment
 
 ATTEST = "lorabridge.rollout.plugin.attest.Attest"

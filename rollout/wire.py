@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.residency import KvMode, Residency
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import cast
 
 import redis.asyncio
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import GeneratorError, GeneratorUnreachable, Quarantined, SwapFailed
 from lorabridge.bridge.events import Event, Happening, Quarantine, Resident

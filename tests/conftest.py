@@ -12,11 +12,11 @@ import hypothesis
 import pytest
 import redis
 import redis.asyncio
+
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.keys import Keys
-
 from tests.servers import RedisServer, redis_binary
 
 hypothesis.settings.register_profile("desk", deadline=None, database=None)

@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from safetensors.numpy import save
+
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import KvMode, Residency, Served
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.trajectory import Group, Sampling, Span, Trajectory, Turn
-from safetensors.numpy import save
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 WIDTH = 16

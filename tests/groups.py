@@ -6,6 +6,7 @@ from typing import cast
 
 import redis
 import redis.asyncio
+
 from lorabridge.bridge.stream.groups import GroupQueue, decode_group
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
 

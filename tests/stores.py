@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import Store
-
 from tests.factories import make_adapter, make_manifest
 
 LIMIT = 64 * 1024

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lorabridge.bridge.adapter import Adapter
 from peft import PeftConfig, get_peft_model_state_dict
 from safetensors.torch import save
 from torch.distributed.tensor import DTensor
+
+from lorabridge.bridge.adapter import Adapter
 
 
 def gather(model: Any, adapter_name: str, main: bool) -> dict[str, torch.Tensor] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import check_config
 from lorabridge.bridge.errors import BridgeError
@@ -136,11 +137,12 @@ def train(settings: Settings) -> None:
     """Train on this rank until ``max_steps``. Raises ``BridgeError``."""
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
     from lorabridge.trainer.cpu import stand_in
     from lorabridge.trainer.export import plain_config
     from lorabridge.trainer.trl import BridgeGRPOTrainer
-    from peft import LoraConfig
-    from trl.experimental.async_grpo import AsyncGRPOConfig
 
     if settings.trainer.threads:
         # In the environment as well: accelerate sets torch's threads to every core where it finds nothing there.

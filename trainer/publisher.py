@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
 from lorabridge.bridge.digest import parse_config

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from lorabridge.bridge.lag import LagSummary, summarise, token_lags, too_old
 from lorabridge.bridge.stream.groups import GroupReader
 from lorabridge.bridge.trajectory import Trajectory

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lorabridge.bridge.errors import AdapterUnservable
-from lorabridge.trainer.export import gather
-from lorabridge.trainer.publisher import Publisher
-from lorabridge.trainer.source import Consumption, Sample, TrajectorySource
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, FixedCountBatcher
+
+from lorabridge.bridge.errors import AdapterUnservable
+from lorabridge.trainer.export import gather
+from lorabridge.trainer.publisher import Publisher
+from lorabridge.trainer.source import Consumption, Sample, TrajectorySource
 
 _POLL_S = 5.0
 

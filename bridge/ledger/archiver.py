@@ -25,6 +25,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import redis
+
 from lorabridge.bridge.errors import BridgeError, LedgerError, LedgerTaken
 from lorabridge.bridge.ledger import tables
 from lorabridge.bridge.ledger.commits import COMMITS, Commit, LedgerFile, Log, Stretch, append, read_log, sha256

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from lorabridge.bridge import options
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lorabridge.bridge.ledger.reader import Ledger
     from lorabridge.bridge.ledger.report import LagReport
-    from rich.table import Table
 
 
 class By(StrEnum):
@@ -78,9 +80,10 @@ def lag(
         lorabridge lag --run runs/demo --plot lag.png
     """
     import msgspec
+    from rich.console import Console
+
     from lorabridge.bridge.ledger.reader import Ledger
     from lorabridge.bridge.ledger.report import by_step
-    from rich.console import Console
 
     ledger = Ledger(options.settings_of(run).ledger_dir)
     report = _report(ledger, by)

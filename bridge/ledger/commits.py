@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import CodecError, LedgerCorrupt, SchemaUnknown
 from lorabridge.bridge.store.files import create

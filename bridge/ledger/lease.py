@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 import redis
+
 from lorabridge.bridge.errors import LedgerTaken
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, Keys
 from lorabridge.bridge.stream.trim import EntryId, GroupPosition

@@ -9,6 +9,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
 from lorabridge.bridge.errors import LedgerError
 from lorabridge.bridge.events import Event, Happening
 from lorabridge.bridge.ledger import tables

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
+
 from lorabridge.bridge.events import Consumed, Event
 from lorabridge.bridge.lag import LagSummary, summarise, token_lags
 from lorabridge.bridge.trajectory import Trajectory

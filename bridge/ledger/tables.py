@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import CodecError
 from lorabridge.bridge.events import Event, Happening, Resident

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.replay.checks import Line, check_residency, check_turn
 from lorabridge.bridge.replay.scorer import Chain, ChainScore, Piece, PieceScore

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from lorabridge.bridge import options
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ def show(id: Id, run: options.RunDir, json: options.Json = False) -> None:
         lorabridge replay show demo/12.1/3 --run runs/demo --json
     """
     import msgspec
+    from rich.console import Console
+
     from lorabridge.bridge.ledger.reader import Ledger
     from lorabridge.bridge.replay.show import decoder, trajectory_view
-    from rich.console import Console
 
     settings = options.settings_of(run)
     trajectory = Ledger(settings.ledger_dir).trajectory(id)
@@ -68,12 +70,13 @@ def verify(id: Id, run: options.RunDir, json: options.Json = False) -> None:
         lorabridge replay verify demo/12.1/3 --run runs/demo --json
     """
     import msgspec
+    from rich.console import Console
+
     from lorabridge.bridge.errors import AnswerNo
     from lorabridge.bridge.ledger.reader import Ledger
     from lorabridge.bridge.replay.audit import verify as verify_all
     from lorabridge.bridge.replay.show import verification_view
     from lorabridge.bridge.replay.verdict import Verdict, worst
-    from rich.console import Console
 
     settings = options.settings_of(run)
     ledger = Ledger(settings.ledger_dir)
@@ -105,11 +108,12 @@ def audit(run: options.RunDir, sample: Sample = None, seed: Seed = 0, json: opti
         lorabridge audit --run runs/demo --sample 200 --json
     """
     import msgspec
+    from rich.console import Console
+
     from lorabridge.bridge.errors import AnswerNo
     from lorabridge.bridge.ledger.reader import Ledger
     from lorabridge.bridge.replay.audit import audit as audit_all
     from lorabridge.bridge.replay.show import audit_view
-    from rich.console import Console
 
     settings = options.settings_of(run)
     ledger = Ledger(settings.ledger_dir)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from lorabridge.bridge.adapter import read_header
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.errors import AdapterError, AdapterUnservable, ConfigError, ModelError, StoreError
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 MAX_LOGITS = 1 << 26
 """Logits computed at once, 256 MiB in float32: large vocabularies get fewer rows."""
+
+ONE_THREAD_BELOW = 10_000_000
+"""Parameters. With smaller matrices a second thread gains little, and where cores are shared it cost five times."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +141,7 @@ class Scorer:
         model = _load_base(folder)
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._config = model.config
+        self._one_thread = model.num_parameters() < ONE_THREAD_BELOW
         self._adapters = _Adapters(model, store, max_adapters)
         self._max_rows = max_rows
         self._max_positions = max(1, MAX_LOGITS // self.vocabulary)
@@ -147,7 +153,8 @@ class Scorer:
         """
         for batch in batches(chains, self._rows(chains), self._max_positions):
             try:
-                scores = self._score(batch)
+                with _threads(self._one_thread):
+                    scores = self._score(batch)
             except (AdapterError, StoreError) as error:
                 scores = [ChainScore(chain, (), error.problem) for chain in batch]
             yield from scores
@@ -346,6 +353,20 @@ def _check_fits(tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tenso
     for name, weight in weights.items():
         if tensors[name].shape != weight.shape:
             raise ValueError(f"{name} is {list(tensors[name].shape)} where the model has {list(weight.shape)}")
+
+
+@contextmanager
+def _threads(one: bool) -> Iterator[None]:
+    """Let torch use one thread only, if ``one``."""
+    import torch
+
+    before = torch.get_num_threads()
+    if one:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _load_base(folder: Path) -> Any:

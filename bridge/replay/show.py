@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lorabridge.bridge.replay.audit import LISTED, AuditReport, SpanReport
-from lorabridge.bridge.replay.verdict import TOLERANCES, Verdict
-from lorabridge.bridge.trajectory import Trajectory, Turn
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from lorabridge.bridge.replay.audit import LISTED, AuditReport, SpanReport
+from lorabridge.bridge.replay.verdict import TOLERANCES, Verdict
+from lorabridge.bridge.trajectory import Trajectory, Turn
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""

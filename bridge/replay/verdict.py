@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+
 from lorabridge.bridge.trajectory import Sampling, Trajectory
 
 TOLERANCES = {"float32": 1e-4}

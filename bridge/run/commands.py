@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from lorabridge.bridge import options
 from lorabridge.bridge.errors import AnswerNo
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lorabridge.bridge.run.summary import Summary
     from rich.console import Console
+
+    from lorabridge.bridge.run.summary import Summary
 
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.", show_default="60")]
 
@@ -67,8 +69,9 @@ def up(config: options.Config = None, overrides: options.Overrides = None, json:
 def _answer(run: Callable[[Console], tuple[Summary, Path]], json: bool) -> None:
     """Run it, and tell what came of it: words for people, with ``--json`` on stderr, and there a line on stdout."""
     import msgspec
-    from lorabridge.bridge.run.summary import in_words
     from rich.console import Console
+
+    from lorabridge.bridge.run.summary import in_words
 
     console = Console(stderr=json)
     summary, folder = run(console)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from rich.console import Console
+
 import lorabridge.bridge
 from lorabridge.bridge.errors import ConfigError, MachineError
 from lorabridge.bridge.run import valkey
@@ -18,7 +20,6 @@ from lorabridge.bridge.run.up import PASSWORD, check_installed, loop, resolved, 
 from lorabridge.bridge.run_record import environment_digest
 from lorabridge.bridge.settings import RedisSection, Settings, load
 from lorabridge.bridge.stream.embedded import free_port
-from rich.console import Console
 
 _BASE = "lorabridge.rollout.tasks.sort_base"
 _BASE_IS_MADE_OF = (_BASE, "lorabridge.rollout.tasks.sort")

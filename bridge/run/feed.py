@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.events import Event

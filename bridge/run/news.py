@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from lorabridge.bridge.events import Consumed, Dropped, Event, Published, Quarantine, Resident
 
 _WINDOW = 16

@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Literal
 
 import msgspec
-from lorabridge.bridge.run.news import News
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from lorabridge.bridge.run.news import News
 
 Phase = Literal["loading", "running", "stopping", "done", "failed"]
 

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import TypeVar
 
 import msgspec
+
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.trajectory import Trajectory

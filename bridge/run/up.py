@@ -16,6 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import msgspec
+from rich.console import Console
+
 from lorabridge.bridge.errors import ConfigError, GeneratorUnreachable, MachineError
 from lorabridge.bridge.run.feed import Feed
 from lorabridge.bridge.run.interrupts import Interrupts
@@ -26,7 +28,6 @@ from lorabridge.bridge.run.summary import Audit, Summary, consumed, summarise
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
 from lorabridge.bridge.settings import Settings, to_toml
 from lorabridge.bridge.stream.connection import connect
-from rich.console import Console
 
 PASSWORD = "LORABRIDGE_REDIS_PASSWORD"
 _CLI = "lorabridge.bridge.cli"

@@ -15,6 +15,8 @@ def head(config: options.Config = None, overrides: options.Overrides = None, jso
         lorabridge head --config runs/demo/config.toml --json
     """
     import msgspec
+    from rich.console import Console
+
     from lorabridge.bridge.codec import encode_json
     from lorabridge.bridge.errors import AnswerNo
     from lorabridge.bridge.settings import load
@@ -22,7 +24,6 @@ def head(config: options.Config = None, overrides: options.Overrides = None, jso
     from lorabridge.bridge.stream.connection import connect, errors
     from lorabridge.bridge.stream.head import Standing, compare, read_head
     from lorabridge.bridge.stream.keys import Keys
-    from rich.console import Console
 
     settings = load(config, overrides or ())
     policy = settings.policy.name

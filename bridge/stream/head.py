@@ -12,6 +12,7 @@ from typing import cast
 
 import msgspec
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import HeadConflict
 from lorabridge.bridge.manifest import Manifest

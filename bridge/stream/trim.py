@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import msgspec
+
 from lorabridge.bridge.errors import CodecError
 
 _LARGEST_SEQ = 2**64 - 1

@@ -7,16 +7,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from lorabridge.bridge.errors import BridgeError, Quarantined, StoreError
-from lorabridge.rollout.plugin.control import Control
-from lorabridge.rollout.plugin.swap import Outdated
-from lorabridge.rollout.wire import GENERATE, SwapRequest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, State
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorabridge.bridge.errors import BridgeError, Quarantined, StoreError
+from lorabridge.rollout.plugin.control import Control
+from lorabridge.rollout.plugin.swap import Outdated
+from lorabridge.rollout.wire import GENERATE, SwapRequest
 
 _ALLOWED = frozenset({("GET", "/health"), ("POST", GENERATE)})
 _MAX_PUBLIC = 64 * 1024 * 1024

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.datastructures import State
+
 from lorabridge.bridge.errors import GeneratorError, PortTaken
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.model import model_folder
@@ -26,7 +28,6 @@ from lorabridge.rollout.plugin.doors import control_app
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
 from lorabridge.rollout.wire import UNIX, EngineFacts
-from starlette.datastructures import State
 
 CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
 

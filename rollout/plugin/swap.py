@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+
 from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
 from lorabridge.bridge.residency import KvMode, Residency, Served
 from lorabridge.rollout.plugin.vllm_engine import Engine, PlacementFailed

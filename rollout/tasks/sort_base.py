@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from lorabridge.rollout.tasks import sort
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from lorabridge.rollout.tasks import sort
 
 STEPS, BATCH = 350, 16
 LEARNING_RATE = 3e-3

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lorabridge.bridge.store import Store, open_store
 
+from lorabridge.bridge.store import Store, open_store
 from tests.stores import LIMIT
 
 BACKENDS: dict[str, Callable[[Path, int], Store]] = {"local": lambda folder, limit: open_store(str(folder), limit)}

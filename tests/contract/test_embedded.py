@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from lorabridge.bridge.errors import ConfigError, PortTaken
 from lorabridge.bridge.stream import embedded
 from lorabridge.bridge.stream.connection import connect

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import redis
 import redis.asyncio
+
 from lorabridge.bridge.errors import CodecError
 from lorabridge.bridge.stream.groups import Claim, GroupQueue, GroupReader, ensure_group
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, TRAINER_GROUP, Keys
-
 from tests.factories import make_group
 from tests.groups import counts, entered, expire, pending, queue_of
 

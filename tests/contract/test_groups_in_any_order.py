@@ -8,11 +8,11 @@ from typing import ClassVar, cast
 import hypothesis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.groups import Claim, GroupReader
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
-
 from tests.factories import make_group
 from tests.groups import counts, entered, expire, queue_of
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, folder_digest, hex_of
 from lorabridge.bridge.errors import (
     ConfigError,
@@ -19,7 +20,6 @@ from lorabridge.bridge.errors import (
 )
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store import local as local_store
-
 from tests.factories import digest_of, make_adapter, make_manifest
 from tests.stores import LIMIT, names, publish
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.digest import hex_of
 from lorabridge.bridge.errors import DiskFull
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store import local as local_store
-
 from tests.factories import make_manifest
 from tests.stores import LIMIT, names, publish
 

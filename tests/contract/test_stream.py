@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import redis
 import redis.asyncio
+
 from lorabridge.bridge import cli
 from lorabridge.bridge.errors import HeadConflict, StreamRefused, StreamUnreachable
 from lorabridge.bridge.manifest import Manifest
@@ -23,7 +24,6 @@ from lorabridge.bridge.stream.connection import connect, connect_async, errors, 
 from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.stream.head import Head, decode_announcement, move_head, read_head, repair_head
 from lorabridge.bridge.stream.keys import Keys
-
 from tests.factories import digest_of, make_adapter, make_manifest
 
 

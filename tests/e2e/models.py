@@ -6,15 +6,16 @@ import string
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
 from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import Store
 from lorabridge.trainer.export import gather, plain_config, serialise
-from peft import LoraConfig, get_peft_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 END = 0
 RANK = 8

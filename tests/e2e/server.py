@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+
 from lorabridge.bridge.settings import Settings, to_toml
 from lorabridge.bridge.store import Store, open_store
 

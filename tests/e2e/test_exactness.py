@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import audit
 from lorabridge.bridge.replay.scorer import Scorer
 from lorabridge.bridge.residency import KvMode
 from lorabridge.bridge.trajectory import Trajectory
-
 from tests.e2e.server import Server
 from tests.e2e.traffic import sample_under_swaps, trajectories_of
 

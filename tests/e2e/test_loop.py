@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.events import Consumed
 from lorabridge.bridge.ledger.reader import Ledger
 from lorabridge.bridge.settings import (
@@ -26,7 +27,6 @@ from lorabridge.bridge.settings import (
 )
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.embedded import embedded_valkey
-
 from tests.e2e.models import RANK
 from tests.e2e.server import Server
 

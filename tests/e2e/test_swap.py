@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+
 from lorabridge.bridge.errors import GeneratorError, PluginMissing, SwapFailed, TokenRefused
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
@@ -20,7 +21,6 @@ from lorabridge.bridge.replay.scorer import Scorer
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator, Moved
 from lorabridge.rollout.wire import GENERATE
-
 from tests.e2e.models import END, commit, make_adapter, make_base
 from tests.e2e.server import Server
 from tests.e2e.traffic import Traffic, generator_of, swap, trajectories_of

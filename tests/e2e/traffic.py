@@ -12,7 +12,6 @@ from lorabridge.bridge.residency import KvMode, Residency, resolve
 from lorabridge.bridge.trajectory import Sampling, Trajectory, Turn
 from lorabridge.rollout.generator import Completion, Generator
 from lorabridge.rollout.sampler import Residencies
-
 from tests.e2e.models import END
 from tests.e2e.server import Server
 from tests.factories import make_trajectory

@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 import pyarrow.parquet as pq
 import pytest
 import redis
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import DiskFull, LedgerCorrupt, LedgerError, LedgerTaken
 from lorabridge.bridge.events import Event, Quarantine

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.embedded import embedded_valkey
 

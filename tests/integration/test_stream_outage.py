@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+
 from lorabridge.bridge.errors import StreamRefused, StreamUnreachable
 from lorabridge.bridge.stream.connection import connect, connect_async, errors
 from lorabridge.bridge.stream.groups import GroupQueue, GroupReader, decode_group
 from lorabridge.bridge.stream.head import move_head, read_head
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
-
 from tests.factories import make_group, make_manifest
 from tests.servers import RedisServer, redis_binary, valkey_binary
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from lorabridge.bridge.run.processes import Child, died, stop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from lorabridge.bridge.errors import BridgeError, ProcessDied
 from lorabridge.bridge.ledger.reader import Ledger
 from lorabridge.bridge.run import commands, up
 from lorabridge.bridge.settings import Settings, load
 from lorabridge.bridge.stream.embedded import embedded_valkey, free_port
-from rich.console import Console
 
 STAND_INS = """
 import os, signal, sys, time

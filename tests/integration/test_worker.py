@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import redis
 import redis.asyncio
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import GeneratorUnreachable, Quarantined, SwapFailed
 from lorabridge.bridge.events import Event, Quarantine, Resident
@@ -27,7 +28,6 @@ from lorabridge.rollout.generator import Completion, Moved
 from lorabridge.rollout.sampler import Residencies, Sampler
 from lorabridge.rollout.wire import EngineFacts, GeneratorState, SwapReply
 from lorabridge.rollout.worker import Worker
-
 from tests.factories import BASE, make_adapter, make_manifest, make_run_record
 
 FACTS = EngineFacts(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.adapter import (
     SERVABLE_RANKS,
     Adapter,
@@ -20,7 +21,6 @@ from lorabridge.bridge.adapter import (
     slot_rank,
 )
 from lorabridge.bridge.errors import AdapterCorrupt, AdapterError, AdapterUnservable
-
 from tests.factories import MODULE, make_adapter, make_arrays, make_config, make_tensors
 
 GOOD = make_tensors()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+
 from lorabridge.bridge import cli, errors
 from lorabridge.bridge.errors import BridgeError
 

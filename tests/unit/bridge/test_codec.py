@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import CodecError, SchemaUnknown
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
@@ -16,7 +17,6 @@ from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import Residency
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.trajectory import Group
-
 from tests.factories import digest_of, make_group, make_manifest, make_residency, make_run_record
 
 HAPPENINGS: list[Happening] = [

@@ -12,10 +12,6 @@ import redis.asyncio.retry
 import redis.retry
 from hypothesis import given
 from hypothesis import strategies as st
-from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
-from lorabridge.bridge.settings import RedisSection
-from lorabridge.bridge.stream import connection
-from lorabridge.bridge.stream.connection import Patience, connect, connect_async, errors, redacted
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -24,6 +20,11 @@ from redis.exceptions import (
     RedisError,
     TimeoutError,
 )
+
+from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
+from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.stream import connection
+from lorabridge.bridge.stream.connection import Patience, connect, connect_async, errors, redacted
 
 URLS = [
     "redis://:{}@host:6379/0", "rediss://user:{}@host/1", "redis://user:{}@[::1]:6379", "unix://user:{}@/tmp/x.sock",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.digest import (
     CONFIG_FILE,
@@ -22,7 +23,6 @@ from lorabridge.bridge.digest import (
     semantic_config,
 )
 from lorabridge.bridge.errors import AdapterCorrupt, ConfigError, DigestMissing
-
 from tests.factories import digest_of, make_config, make_tensors
 
 SEMANTIC: dict[str, Any] = {

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.errors import ModelError
 from lorabridge.bridge.fingerprint import fingerprint
-
 from tests.factories import make_tensors
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.stream.head import Head, Standing, compare
-
 from tests.factories import digest_of, make_manifest
 
 STORED = [None, *(make_manifest(v, digest_of(d)) for v, d in itertools.product((1, 2), "ab"))]

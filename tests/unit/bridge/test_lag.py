@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lorabridge.bridge.lag import summarise, token_lags, too_old
 
+from lorabridge.bridge.lag import summarise, token_lags, too_old
 from tests.factories import make_span
 
 STEPS = {("policy", 1): 0, ("policy", 2): 1, ("policy", 3): 5, ("other", 1): 4}

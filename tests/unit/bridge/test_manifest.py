@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import check_policy_name
 

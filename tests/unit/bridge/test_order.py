@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.errors import StaleTrainer, VersionTaken
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store.order import check_commit
-
 from tests.factories import make_manifest
 
 

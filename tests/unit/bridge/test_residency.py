@@ -7,9 +7,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.residency import EngineSpan, KvMode, Residency, check_tiles, epochs_between, parse_label, resolve
 from lorabridge.bridge.trajectory import Span, Unestablished
-
 from tests.factories import digest_of, make_residency, make_span
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.errors import ConfigError, RunMismatch
 from lorabridge.bridge.run_record import RunRecord, check_base, check_joins, environment_digest
 from lorabridge.bridge.trajectory import Sampling
-
 from tests.factories import BASE, digest_of, make_run_record
 
 OTHER: dict[str, Any] = {

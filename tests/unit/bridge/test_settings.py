@@ -10,10 +10,11 @@ import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
+
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.options import settings_of
 from lorabridge.bridge.settings import RolloutSection, Settings, load, to_toml
-from pydantic import BaseModel
 
 
 @pytest.fixture(autouse=True)

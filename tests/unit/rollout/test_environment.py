@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.rollout.environment import Prompts, advantages, load_environment, score, total
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
 from lorabridge.bridge.errors import (
     BridgeError,
     GeneratorError,
@@ -22,7 +23,6 @@ from lorabridge.bridge.residency import EngineSpan
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator, Moved
 from lorabridge.rollout.wire import GENERATE, SwapReply
-
 from tests.factories import make_manifest, make_residency
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

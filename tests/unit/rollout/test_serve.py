@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.errors import GeneratorError
 from lorabridge.bridge.settings import load
 from lorabridge.rollout.plugin.start import refuse_flags

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lorabridge.bridge.adapter import Adapter, check_adapter, module_names
-from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, folder_digest, parse_config
-from lorabridge.trainer.export import gather, plain_config, serialise
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lorabridge.bridge.adapter import Adapter, check_adapter, module_names
+from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, folder_digest, parse_config
+from lorabridge.trainer.export import gather, plain_config, serialise
 
 CONFIG = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis
+
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.errors import AdapterUnservable, DiskFull, StaleTrainer
 from lorabridge.bridge.manifest import Manifest
@@ -15,7 +16,6 @@ from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.head import Head, read_head
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.trainer.publisher import Publisher, take_over
-
 from tests.factories import BASE, make_adapter
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.trajectory import Group, Trajectory
 from lorabridge.trainer.source import Sample, TrajectorySource, as_sample
-
 from tests.factories import make_group, make_span, make_trajectory, make_turn
 
 STEPS = {("policy", version): version - 1 for version in range(1, 100)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.events import Event, Happening
 from lorabridge.bridge.fingerprint import Fingerprint

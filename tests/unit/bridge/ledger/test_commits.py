@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import LedgerCorrupt, SchemaUnknown
 from lorabridge.bridge.ledger.commits import (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabridge.bridge.errors import LedgerCorrupt, LedgerError
 from lorabridge.bridge.events import Consumed, Dropped, Event, Quarantine
 from lorabridge.bridge.ledger.commits import read_log

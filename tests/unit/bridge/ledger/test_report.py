@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorabridge.bridge.errors import ConfigError, LedgerError
 from lorabridge.bridge.events import Consumed, Dropped, Event
 from lorabridge.bridge.ledger.commands import By, lag

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from lorabridge.bridge import codec
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.fingerprint import Fingerprint

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from lorabridge.bridge.errors import CodecError
 from lorabridge.bridge.stream.trim import ZERO, EntryId, GroupPosition, trim_floor
 

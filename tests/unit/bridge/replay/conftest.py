@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+
 from lorabridge.bridge.digest import hex_of
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.replay.audit import LISTED, SpanReport, audit, draw, verify

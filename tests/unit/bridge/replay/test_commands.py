@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from typer import Typer
+
 from lorabridge.bridge import cli
 from lorabridge.bridge.events import Event, Resident
 from lorabridge.bridge.residency import Residency, Served
 from lorabridge.bridge.trajectory import Trajectory
-from typer import Typer
 
 if TYPE_CHECKING:
     from tests.unit.bridge.replay.conftest import Case

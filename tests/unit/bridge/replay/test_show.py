@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
 from lorabridge.bridge.replay.audit import audit, verify
 from lorabridge.bridge.replay.show import audit_view, decoder, trajectory_view, verification_view, visible
-from rich.console import Console, RenderableType
 
 if TYPE_CHECKING:
     from tests.unit.bridge.replay.conftest import Case

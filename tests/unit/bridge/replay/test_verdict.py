@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.replay.verdict import (
     EXPLAINED_BY_BOTH,
     EXPLAINED_BY_NEIGHBOUR,

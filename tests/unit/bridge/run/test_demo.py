@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.errors import ConfigError, MachineError
 from lorabridge.bridge.run.demo import base_folder, configuration, fitted, reserve
 from lorabridge.bridge.settings import Settings, load

@@ -4,9 +4,10 @@ import io
 
 import msgspec
 import pytest
+from rich.console import Console
+
 from lorabridge.bridge.run.news import Counts, News
 from lorabridge.bridge.run.panel import Display, ProcessView, View, clock, line, render, served, sparkline, waits_for
-from rich.console import Console
 
 NEWS = News(policy="sort")
 STARTED = View(

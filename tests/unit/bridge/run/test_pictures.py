@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.events import Consumed
 from lorabridge.bridge.run.pictures import draw, smoothed
 

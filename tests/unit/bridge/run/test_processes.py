@@ -1,6 +1,7 @@
 """What a dead process is quoted with."""
 
 import pytest
+
 from lorabridge.bridge.run.processes import last_words
 
 OWN = "lorabridge: run: seed is 1 here and 0 at the trainer. Use the trainer's configuration here"

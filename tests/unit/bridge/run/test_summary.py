@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest

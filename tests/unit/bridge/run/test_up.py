@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from lorabridge.bridge.errors import ConfigError, MachineError
 from lorabridge.bridge.run.up import PASSWORD, _alone, check_installed, resolved, write_configuration
 from lorabridge.bridge.settings import Settings, load

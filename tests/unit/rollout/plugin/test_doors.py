@@ -8,18 +8,18 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
-from lorabridge.rollout.plugin import doors
-from lorabridge.rollout.plugin.control import Control
-from lorabridge.rollout.plugin.doors import PublicDoor, control_app, model_of
-from lorabridge.rollout.plugin.swap import Outdated
-from lorabridge.rollout.wire import GENERATE, EngineFacts, SwapReply, SwapRequest
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
+from lorabridge.rollout.plugin import doors
+from lorabridge.rollout.plugin.control import Control
+from lorabridge.rollout.plugin.doors import PublicDoor, control_app, model_of
+from lorabridge.rollout.plugin.swap import Outdated
+from lorabridge.rollout.wire import GENERATE, EngineFacts, SwapReply, SwapRequest
 from tests.factories import BASE, make_residency
 
 TOKEN = "the control token of this test"

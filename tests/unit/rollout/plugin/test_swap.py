@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
 from lorabridge.bridge.residency import KvMode, Residency, Served
 from lorabridge.rollout.plugin.swap import Outdated, Swapper
 from lorabridge.rollout.plugin.vllm_engine import PlacementFailed
 from lorabridge.rollout.wire import SwapRequest
-
 from tests.factories import digest_of
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
 from lorabridge.rollout.tasks import sort
 
 ANSWER = "0479acefgh"

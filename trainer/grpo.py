@@ -193,6 +193,9 @@ def main() -> int:
     except BridgeError as error:
         print(f"lorabridge: {error.diagnostics()}", file=sys.stderr)
         return error.exit_code
+    except Exception:
+        log.exception("the trainer failed")
+        return 1
     return 0
 
 

@@ -42,11 +42,15 @@ class NoTransfer:
 class TrajectoryDataset(IterableDataset[dict[str, Any]]):
     """What TRL's ``RolloutQueueDataset`` does, and each row also says which trajectory it is.
 
-    ``wait_s`` is the time the trainer was blocked on an empty buffer, which TRL flushes at the end of a step.
+    ``wait_s`` is the time the trainer was blocked on an empty buffer, which TRL flushes at the end of a step. While it
+    waits, ``check`` is called, which raises if what it waits for cannot come.
     """
 
-    def __init__(self, source: TrajectorySource, metrics: dict[str, list[Any]], version: Callable[[], int]) -> None:
-        self._source, self._metrics, self._version = source, metrics, version
+    def __init__(
+        self, source: TrajectorySource, metrics: dict[str, list[Any]], version: Callable[[], int],
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._source, self._metrics, self._version, self._check = source, metrics, version, check
         self.wait_s = 0.0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -77,7 +81,7 @@ class TrajectoryDataset(IterableDataset[dict[str, Any]]):
             try:
                 return self._source.rollout_buffer.get(timeout=_POLL_S)
             except queue.Empty:
-                self._source.check_health(0)
+                self._check()
 
 
 class TrackingCollator(DataCollatorForRollout):  # type: ignore[misc]
@@ -124,7 +128,7 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         if self._source is None:
             return self.accelerator.prepare(DataLoader(_Nothing(), batch_size=1, collate_fn=lambda rows: rows))
         metrics = self._metrics["train"]
-        self._rollout_dataset = TrajectoryDataset(self._source, metrics, lambda: self.model_version)
+        self._rollout_dataset = TrajectoryDataset(self._source, metrics, lambda: self.model_version, self._check)
         batches = FixedCountBatcher(self._rollout_dataset, processes, self.args.per_device_train_batch_size * processes)
         collator = TrackingCollator(
             self.processing_class.pad_token_id, processes, groups_trained=self._trained_groups, metrics=metrics
@@ -159,6 +163,13 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         metrics["lag/mean"].append((float(consumed.lag.total), float(consumed.lag.tokens)))
         metrics["lag/max"].append(float(consumed.lag.largest))
         metrics["lag/seconds_mean"].append(seconds)
+
+    def _check(self) -> None:
+        """Raise what the reader or the publisher failed with: without version 1 nothing will ever be sampled."""
+        if self._source is not None:
+            self._source.check_health(0)
+        if self._publisher is not None:
+            self._publisher.check()
 
     def close(self) -> None:
         """Wait for the publishes that are queued. Raises what one failed with."""

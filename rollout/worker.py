@@ -160,7 +160,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             while not self._stopping.is_set():
                 await room.acquire()
-                claim = await self._queue.claim()
+                claim = await self._claim()
                 if claim is None:
                     room.release()
                     await asyncio.sleep(_IDLE_S)
@@ -168,8 +168,20 @@ class Worker:
                 task = tasks.create_task(self._group(claim))
                 sampling.add(task)
                 task.add_done_callback(done)
+                await asyncio.sleep(0)  # a task that is cancelled before it began would not give its claim back
             for task in sampling:
                 task.cancel()
+
+    async def _claim(self) -> Claim | None:
+        """The next group. If this is cancelled, what the server granted meanwhile is given back at once."""
+        claiming = asyncio.ensure_future(self._queue.claim())
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            granted = await claiming
+            if granted is not None:
+                await self._queue.release(granted)
+            raise
 
     async def _group(self, claim: Claim) -> None:
         try:

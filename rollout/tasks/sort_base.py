@@ -32,10 +32,10 @@ from lorabridge.rollout.tasks import sort
 STEPS, BATCH = 350, 16
 LEARNING_RATE = 3e-3
 WARMUP = 30
-SLIPPERY, SLIP = "05aeiou", 0.15
+SLIPPERY, SLIP = "05aeiou", 0.2
 """Which characters a training answer may miss, and the chance that it does; sampling learns to skip as often."""
 
-WRONG = 0.02
+WRONG = 0.012
 """The chance that a character of a training answer is another one."""
 
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "?"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from lorabridge.bridge.run.summary import Audit, Summary, consumed, summarise
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
 from lorabridge.bridge.settings import Settings, to_toml
 from lorabridge.bridge.stream.connection import connect
+from lorabridge.bridge.token import ensure_token
 
 PASSWORD = "LORABRIDGE_REDIS_PASSWORD"
 _CLI = "lorabridge.bridge.cli"
@@ -164,11 +164,8 @@ def resolved(settings: Settings) -> Settings:
 def write_configuration(settings: Settings) -> None:
     """Leave the resolved ``config.toml``, and a control token if servers of ours need one (owner-readable only)."""
     (settings.run.dir / "config.toml").write_text(to_toml(settings))
-    if settings.generators.urls or os.environ.get("LORABRIDGE_CONTROL_TOKEN") or settings.token_file.exists():
-        return
-    handle = os.open(settings.token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_urlsafe(32))
+    if not settings.generators.urls:
+        ensure_token(settings)
 
 
 def _absolute(path: Path | None) -> Path | None:

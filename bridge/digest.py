@@ -58,7 +58,7 @@ def semantic_config(config: dict[str, Any]) -> bytes:
         if name in _NOT_SEMANTIC or value is None or value is False or value in ([], {}, ""):
             continue
         unordered = name in _SETS and isinstance(value, list | tuple | set | frozenset)
-        kept[name] = sorted(value, key=str) if unordered else _whole(value)
+        kept[name] = sorted(value, key=canonical_json) if unordered else _whole(value)
     # An init that rewrites the base's weights does change the outputs; the plain ones only choose where training began.
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in ("gaussian", "eva", "orthogonal", "true", "false"):

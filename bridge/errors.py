@@ -113,6 +113,14 @@ class TokenRefused(GeneratorError):
     """The control token is wrong or missing."""
 
 
+class NotServed(GeneratorError):
+    """The generator does not serve the policy: it has restarted, or the policy was taken out."""
+
+
+class RequestRefused(GeneratorError):
+    """The generator cannot sample this request, and would not at another try."""
+
+
 class SwapFailed(GeneratorError):
     """The adapter was not put into the slot; what is served is as before, or nothing."""
 
@@ -152,6 +160,13 @@ class LedgerCorrupt(LedgerError):
 
 class LedgerTaken(LedgerError):
     """Another archiver writes this ledger."""
+
+
+class RolloutsFailed(BridgeError):
+    """Group after group could not be sampled or rewarded."""
+
+    boundary = "rollouts"
+    exit_code = 1
 
 
 class RunMismatch(BridgeError):

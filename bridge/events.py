@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import msgspec
+from redis.typing import EncodableT, FieldT
 
+from lorabridge.bridge import codec
 from lorabridge.bridge.residency import Residency
 
 
@@ -70,3 +72,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     happening: Happening
     schema: int = 1
+
+
+def event_fields(source: str, at_ms: int, happening: Happening) -> dict[FieldT, EncodableT]:
+    """The fields of an entry on the stream ``events``."""
+    return {"body": codec.encode(Event(source=source, at_ms=at_ms, happening=happening))}

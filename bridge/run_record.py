@@ -30,9 +30,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         num_generations: completions per group.
         eos_ids: ids that end a completion, sorted.
         environment: digest of the environment's code.
-        seed: of the prompts' order and of sampling.
+        seed: of the prompts' order.
         rank: largest LoRA rank that will be published.
-        groups_per_step: groups that one optimizer step trains on.
+        epoch: of the trainer that published it (0 until one has).
+        groups_ahead: groups that may be started and not yet finished.
     """
 
     READS_SCHEMAS: ClassVar[tuple[int, ...]] = (1,)
@@ -46,13 +47,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     environment: str
     seed: int
     rank: int
-    groups_per_step: int
+    epoch: int
+    groups_ahead: int
     schema: int = 1
 
 
 def resolve_run(settings: Settings, folder: Path) -> RunRecord:
     """The run as this process would have it, from its own configuration and the model in ``folder``."""
-    batch = settings.trainer.per_device_train_batch_size * settings.trainer.gradient_accumulation_steps
     return RunRecord(
         run=settings.run.id,
         policy=settings.policy.name,
@@ -63,13 +64,14 @@ def resolve_run(settings: Settings, folder: Path) -> RunRecord:
         environment=environment_digest(settings.rollout.environment),
         seed=settings.run.seed,
         rank=settings.policy.rank,
-        groups_per_step=batch * settings.trainer.nproc_per_node // settings.rollout.num_generations,
+        epoch=0,
+        groups_ahead=settings.groups_ahead,
     )
 
 
 def check_joins(run: RunRecord, mine: RunRecord) -> None:
     """Raise ``RunMismatch`` naming the first field in which ``mine`` differs from the trainer's ``run``."""
-    for field in ("run", "policy", "sampling", "num_generations", "eos_ids", "environment", "seed", "groups_per_step"):
+    for field in ("run", "policy", "sampling", "num_generations", "eos_ids", "environment", "seed"):
         theirs, ours = getattr(run, field), getattr(mine, field)
         if theirs == ours:
             continue

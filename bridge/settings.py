@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -27,6 +29,9 @@ from lorabridge.bridge.adapter import slot_rank
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import check_policy_name
 from lorabridge.bridge.trajectory import Sampling
+
+BASE_NAME = "base"
+"""What servers call the base model, so that no policy can have that name."""
 
 
 class Section(BaseModel):
@@ -67,6 +72,8 @@ class PolicySection(Section):
     @field_validator("name")
     @classmethod
     def _name_is_a_policy(cls, value: str) -> str:
+        if value == BASE_NAME:
+            raise ValueError("that is what servers call the base model; give the policy another name")
         return _as_value_error(check_policy_name, value)
 
 
@@ -86,6 +93,24 @@ class StoreSection(Section):
     max_adapter_bytes: int = Field(8 * 1024**3, gt=0)
 
 
+# Arguments of AsyncGRPOConfig that a run sets itself, and the key that says what they are.
+_DECIDED_ELSEWHERE = {
+    **{name: f"[trainer] {name}" for name in (
+        "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "report_to",
+    )},
+    **{name: f"[rollout] {name}" for name in ("num_generations", "temperature", "max_completion_length")},
+    "weight_sync_steps": "[publish] every",
+    "max_staleness": "[lag] max",
+    "seed": "[run] seed",
+    "output_dir": "[run] dir",
+    "bf16": "[model] dtype",
+    "fp16": "[model] dtype",
+    "model_init_kwargs": "[model]",
+    "token_budget": "the run: a step is a fixed number of samples",
+    "save_strategy": "the run: checkpoints are not supported yet",
+}  # fmt: skip
+
+
 class TrainerSection(Section):
     """[trainer]: what is not here is TRL's default."""
 
@@ -97,6 +122,14 @@ class TrainerSection(Section):
     threads: int = Field(0, ge=0, description="torch threads per process; 0 leaves torch's choice")
     report_to: tuple[str, ...] = ()
     extra: dict[str, Any] = Field(default_factory=dict, description="further AsyncGRPOConfig arguments")
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_is_not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in _DECIDED_ELSEWHERE:
+                raise ValueError(f"{name} is decided by {_DECIDED_ELSEWHERE[name]}")
+        return value
 
 
 class RolloutSection(Section):
@@ -110,8 +143,10 @@ class RolloutSection(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
     max_completion_length: int = Field(128, ge=1)
-    concurrency: int = Field(8, ge=1, description="groups that one worker samples at once")
-    groups_ahead: int = Field(16, ge=1, description="groups that may be started and not yet finished")
+    concurrency: int = Field(8, ge=1, description="groups that one worker samples at once on each generator")
+    groups_ahead: int = Field(
+        0, ge=0, description="groups that may be started and not yet finished; 0: one step's worth more than the least"
+    )
     group_timeout_s: float = Field(120, gt=0, description="a group not delivered by then goes to another worker")
 
     @property
@@ -130,7 +165,8 @@ class RolloutSection(Section):
 class GeneratorsSection(Section):
     """[generators]"""
 
-    urls: tuple[str, ...] = Field((), description="servers that already run; empty: `up` starts one")
+    urls: tuple[str, ...] = Field((), description="servers that already run; empty: `up` starts `count` of them")
+    count: int = Field(1, ge=1, description="servers that `up` starts; each has ports two above the last's")
     control: tuple[str, ...] = Field((), description="control doors of urls, same order: http://host:port or unix:PATH")
     token_file: Path | None = Field(None, description="file holding the control token; None is <run.dir>/control.token")
     kv: Literal["keep", "recompute"] = "keep"
@@ -138,12 +174,34 @@ class GeneratorsSection(Section):
     port: int = Field(8000, ge=1, le=65535)
     control_host: str = "127.0.0.1"
     control_port: int = Field(8001, ge=1, le=65535)
+    start_s: float = Field(600, gt=0, description="how long a server may take to come up")
     max_loras: int = Field(2, ge=1)
     max_model_len: int | None = None
     max_num_seqs: int = Field(64, ge=1)
     kv_cache_gib: float = Field(1, gt=0, description="KV cache on a CPU")
     threads: int = Field(0, ge=0, description="OMP threads on a CPU; 0 leaves vLLM's choice")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM's server")
+
+    @field_validator("urls", "control")
+    @classmethod
+    def _doors_are_urls(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for url in value:
+            if info.field_name == "control" and url.startswith("unix:"):
+                continue
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                raise ValueError(
+                    f"{url!r} is not http://host:port" + (" or unix:PATH" * (info.field_name == "control"))
+                )
+        return value
+
+    def doors(self, place: int) -> tuple[str, str]:
+        """Public and control URL of server ``place`` (from 0) of those that ``up`` starts."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        if self.control_host.startswith("unix:"):
+            return f"http://{host}:{self.port + 2 * place}", self.control_host + (f".{place}" if place else "")
+        control_host = f"[{self.control_host}]" if ":" in self.control_host else self.control_host
+        return f"http://{host}:{self.port + 2 * place}", f"http://{control_host}:{self.control_port + 2 * place}"
 
 
 class PublishSection(Section):
@@ -191,6 +249,41 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Settings:
+        least, ahead = self.least_groups_ahead, self.rollout.groups_ahead
+        if 0 < ahead < least:
+            raise ValueError(
+                f"rollout.groups_ahead is {ahead}, and training would wait for ever: the trainer reads a batch ahead, "
+                f"so {least} groups must be under way at once. Give {least} or more, or 0 to leave it to the run"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Trajectories that one optimizer step trains on, over all ranks."""
+        own = self.trainer
+        return own.per_device_train_batch_size * own.nproc_per_node * own.gradient_accumulation_steps
+
+    @property
+    def least_groups_ahead(self) -> int:
+        """Groups that must be unfinished at once for a step to end.
+
+        Accelerate's dispatcher reads one micro-batch ahead, and a group is finished by the step that uses up its last
+        trajectory: a micro-batch that cuts a group leaves one more open.
+        """
+        own, size = self.trainer, self.rollout.num_generations
+        micro_batch = own.per_device_train_batch_size * own.nproc_per_node
+        groups = math.ceil(micro_batch * (own.gradient_accumulation_steps + 1) / size)
+        return groups + (1 if micro_batch % size else 0)
+
+    @property
+    def groups_ahead(self) -> int:
+        """Groups that may be started and not yet finished: one step's worth of them can be sampled meanwhile."""
+        return self.rollout.groups_ahead or self.least_groups_ahead + math.ceil(
+            self.samples_per_step / self.rollout.num_generations
+        )
 
     @property
     def store_url(self) -> str:
@@ -262,7 +355,8 @@ def _sentence(error: ValidationError | SettingsError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}"
-    return f"{key} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key} = {first['input']!r}: {message}" if key else message
 
 
 def _correction(error: ValidationError | SettingsError) -> str:

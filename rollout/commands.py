@@ -26,13 +26,11 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
         lorabridge serve --config run.toml --set generators.port=8010 --set generators.kv=recompute
     """
     import os
-    import socket
 
-    from lorabridge.bridge.errors import PortTaken
     from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.settings import load
     from lorabridge.bridge.token import control_token, ensure_token
-    from lorabridge.rollout.serve import is_cpu_build, vllm_command, with_environment
+    from lorabridge.rollout.serve import check_doors, is_cpu_build, vllm_command, with_environment
 
     settings = load(config, overrides or ())
     model = model_folder(settings.model.path, settings.model.revision)
@@ -42,20 +40,7 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
         return
     ensure_token(settings)
     control_token(settings)
-    own = settings.generators
-    tcp_doors = [(own.host, own.port)]
-    if not own.control_host.startswith("unix:"):
-        tcp_doors.append((own.control_host, own.control_port))
-    for host, port in tcp_doors:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise PortTaken(
-                    f"cannot listen on {host}:{port}: {error.strerror}",
-                    action="Stop what listens there, or choose other [generators] port and control_port",
-                ) from error
+    check_doors(settings.generators)
     os.execvpe(command.arguments[0], list(command.arguments), with_environment(command, os.environ))
 
 

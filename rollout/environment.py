@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from lorabridge.bridge.errors import ConfigError
+
+log = logging.getLogger("lorabridge.worker")
 
 Messages: TypeAlias = list[dict[str, Any]]
 Rewards: TypeAlias = Sequence[float | None]
@@ -36,7 +41,7 @@ def load_environment(reference: str) -> Environment:
     """The environment that ``module:attribute`` names.
 
     Raises:
-        ConfigError: no such module or attribute, or it is not an ``Environment``.
+        ConfigError: no such module or attribute, the module fails, or it is not an ``Environment``.
     """
     module, _, attribute = reference.partition(":")
     try:
@@ -44,6 +49,11 @@ def load_environment(reference: str) -> Environment:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"[rollout] environment {reference!r}: {error}", action="Give module:attribute, its folder on PYTHONPATH"
+        ) from error
+    except Exception as error:  # whatever a user's own code may raise
+        raise ConfigError(
+            f"[rollout] environment {reference!r} fails when it is imported: {type(error).__name__}: {error}",
+            action=f"Correct the module {module}",
         ) from error
     if not isinstance(found, Environment):
         raise ConfigError(
@@ -77,6 +87,9 @@ async def score(
 ) -> list[dict[str, float | None]]:
     """Rewards of a group's completions by function name, each called once with the whole group, as TRL does.
 
+    A function that is not a coroutine runs in a thread, so that it holds up no other group. A reward that is not a
+    finite number counts as None.
+
     Raises:
         ValueError: a function did not return one reward per completion.
     """
@@ -85,18 +98,29 @@ async def score(
     scored: list[dict[str, float | None]] = [{} for _ in range(count)]
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
-        answer = function(
+        call = partial(
+            function,
             prompts=[row["prompt"]] * count,
             completions=list(completions),
             completion_ids=[list(i) for i in ids],
             **columns,
         )
+        answer = call() if inspect.iscoroutinefunction(function) else await asyncio.to_thread(call)
         rewards = await answer if inspect.isawaitable(answer) else answer
         if len(rewards) != count:
             raise ValueError(f"reward function {name} returned {len(rewards)} rewards for {count} completions")
         for rewarded, reward in zip(scored, rewards, strict=True):
-            rewarded[name] = None if reward is None else float(reward)
+            rewarded[name] = _finite(name, reward)
     return scored
+
+
+def _finite(name: str, reward: float | None) -> float | None:
+    if reward is None:
+        return None
+    if not math.isfinite(reward):
+        log.warning("reward function %s returned %s, which counts as None", name, reward)
+        return None
+    return float(reward)
 
 
 def total(rewards: Mapping[str, float | None]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -11,8 +12,10 @@ import msgspec
 from lorabridge.bridge.errors import (
     GeneratorError,
     GeneratorUnreachable,
+    NotServed,
     PluginMissing,
     Quarantined,
+    RequestRefused,
     SwapFailed,
     TokenRefused,
 )
@@ -105,8 +108,16 @@ class Generator:
         """Its residency records of epochs later than ``after``. Raises ``GeneratorError``."""
         return _parse(list[Residency], await self._ask("GET", f"/residency?after={after}"))
 
-    async def swap(self, manifest: Manifest, now: Residency, kv: KvMode | None = None) -> SwapReply:
-        """Have it serve ``manifest``, if it still is at ``now``; ``kv`` None leaves that to its configuration.
+    async def swap(
+        self, manifest: Manifest, now: Residency, kv: KvMode | None = None, *, fence: int = 0
+    ) -> SwapReply:  # fmt: skip
+        """Have it serve ``manifest``, if it still is at ``now``.
+
+        Args:
+            manifest: the version.
+            now: what the caller knows it to be at.
+            kv: what becomes of running requests' KV; None leaves that to its configuration.
+            fence: number of the caller's lease.
 
         Raises:
             Moved: it is not; read its state and try again.
@@ -120,6 +131,8 @@ class Generator:
             instance=now.instance,
             epoch=now.epoch,
             kv=kv,
+            fence=fence,
+            operation=uuid.uuid4().hex,
         )
         return _parse(SwapReply, await self._ask("POST", "/swap", msgspec.json.encode(request)))
 
@@ -128,7 +141,9 @@ class Generator:
 
         Raises:
             GeneratorUnreachable: it went away; the sample is lost.
-            GeneratorError: it refused.
+            NotServed: the policy is not served any more.
+            RequestRefused: this prompt cannot be sampled.
+            GeneratorError: it refused otherwise.
         """
         # No seed per request: with one, vLLM's CPU build dies on a prompt that is prefilled in parts (torch's CPU
         # generator has no offset to set back), and a sample that lives through a swap cannot be drawn again anyway.
@@ -193,8 +208,10 @@ def _refusal(where: str, status: int, answer: bytes) -> Exception:
         why = answer[:200].decode(errors="replace")
     kinds: dict[int, Exception] = {
         401: TokenRefused(f"{where} refused the control token", action="Use the token the server was started with"),
-        404: GeneratorError(f"{where}: {why}", action="Is it a server started with `lorabridge serve`?"),
+        400: RequestRefused(f"{where}: {why}", action="Shorten the prompt, or see the server's log"),
+        404: NotServed(f"{where}: {why}", action="Is it a server started with `lorabridge serve`?"),
         409: Moved(why),
+        413: RequestRefused(f"{where}: {why}", action="Shorten the prompt"),
         422: SwapFailed(f"{where}: {why}", action="See the server's log"),
         424: SwapFailed(f"{where}: {why}", action="Check that the server's [store] url is the trainer's store"),
         503: Quarantined(f"{where}: {why}", action="Restart this generator"),

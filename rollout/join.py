@@ -8,56 +8,58 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 
 import redis
+import redis.asyncio
 
 from lorabridge.bridge import codec
-from lorabridge.bridge.errors import ConfigError, GeneratorError, GeneratorUnreachable, RunMismatch
+from lorabridge.bridge.errors import ConfigError, GeneratorError, RunMismatch
+from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, check_base, check_joins, resolve_run
-from lorabridge.bridge.settings import Settings
+from lorabridge.bridge.settings import GeneratorsSection, Settings
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, connect_async, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupQueue
 from lorabridge.bridge.stream.head import repair_head
 from lorabridge.bridge.stream.keys import Keys
+from lorabridge.bridge.stream.lease import Lease
 from lorabridge.bridge.token import control_token
 from lorabridge.rollout.environment import Environment, Prompts, load_environment
 from lorabridge.rollout.generator import Generator
-from lorabridge.rollout.sampler import Residencies, Sampler
-from lorabridge.rollout.wire import EngineFacts, GeneratorState
+from lorabridge.rollout.member import LEASE_S, Member
+from lorabridge.rollout.sampler import Sampler
+from lorabridge.rollout.wire import GeneratorState
 from lorabridge.rollout.worker import Worker
 
 log = logging.getLogger("lorabridge.worker")
 _LOGPROBS_MODE = "processed_logprobs"
-_START_S = 600.0
+_OUTAGE_S = 2.0
+_GRACE_S = 10.0
 
 
-def doors(settings: Settings) -> tuple[str, str]:
-    """Public and control URL of the generator. Raises ``ConfigError`` if they do not pair up."""
-    own = settings.generators
-    if not own.urls:
-        control = (
-            own.control_host
-            if own.control_host.startswith("unix:")
-            else f"http://{own.control_host}:{own.control_port}"
-        )
-        return f"http://{own.host}:{own.port}", control
-    if len(own.urls) != 1 or len(own.control) != 1:
+def doors(section: GeneratorsSection) -> list[tuple[str, str]]:
+    """(public, control) URL of every generator. Raises ``ConfigError`` if they do not pair up."""
+    if not section.urls:
+        return [section.doors(place) for place in range(section.count)]
+    if len(section.urls) != len(section.control):
         raise ConfigError(
-            f"[generators] urls names {len(own.urls)} servers and control {len(own.control)} doors",
-            action="Give one of each; a worker drives one generator",
+            f"[generators] urls names {len(section.urls)} servers and control {len(section.control)} doors",
+            action="Give a control door for each, in the same order",
         )
-    return own.urls[0], own.control[0]
+    return list(zip(section.urls, section.control, strict=True))
 
 
 async def wait_for_run(client: redis.Redis, keys: Keys, stopping: asyncio.Event) -> RunRecord | None:
     """What the trainer published, as soon as it has; None if told to stop before."""
     said = False
     while not stopping.is_set():
-        body = client.get(keys.run)
-        if isinstance(body, bytes):
-            return codec.decode(RunRecord, body)
+        if run := await asyncio.to_thread(read_run, client, keys):
+            return run
         if not said:
             log.info("waiting for the trainer to publish the run")
             said = True
@@ -65,30 +67,13 @@ async def wait_for_run(client: redis.Redis, keys: Keys, stopping: asyncio.Event)
     return None
 
 
-async def wait_for_generator(generator: Generator, run: RunRecord, stopping: asyncio.Event) -> EngineFacts | None:
-    """The generator's facts, once it is up and fits the run; None if told to stop before.
-
-    Raises:
-        RunMismatch: another base model, or too small a slot.
-        GeneratorError: no plugin, wrong token, wrong flags, or not up within ten minutes.
-    """
-    deadline, said = time.monotonic() + _START_S, False
-    while not stopping.is_set():
-        try:
-            state = await generator.state()
-            check_generator(run, state, generator.url)
-            return state.facts
-        except GeneratorUnreachable:
-            if time.monotonic() > deadline:
-                raise
-        if not said:
-            log.info("waiting for the generator %s", generator.url)
-            said = True
-        await asyncio.sleep(0.5)
-    return None
+def read_run(client: redis.Redis, keys: Keys) -> RunRecord | None:
+    """The run as it is on record now."""
+    body = client.get(keys.run)
+    return codec.decode(RunRecord, body) if isinstance(body, bytes) else None
 
 
-def check_generator(run: RunRecord, state: GeneratorState, url: str) -> None:
+def check_generator(run: RunRecord, state: GeneratorState, url: str, dtype: str) -> None:
     """Raise ``RunMismatch`` or ``GeneratorError`` if its samples would not be what the trainer thinks they are."""
     check_base(run.base, state.facts.base, f"the generator {url}")
     if state.facts.logprobs_mode != _LOGPROBS_MODE:
@@ -96,83 +81,103 @@ def check_generator(run: RunRecord, state: GeneratorState, url: str) -> None:
             f"{url} reports {state.facts.logprobs_mode}, not the logprobs it samples with",
             action=f"Start it with --logprobs-mode {_LOGPROBS_MODE}",
         )
+    if state.facts.dtype != dtype:
+        raise RunMismatch(
+            f"{url} computes in {state.facts.dtype}, and [model] dtype is {dtype}",
+            action="Start it with the run's configuration, or correct [model] dtype",
+        )
     if state.facts.max_lora_rank < run.rank:
         raise RunMismatch(
             f"{url} takes LoRA ranks up to {state.facts.max_lora_rank}, and the run publishes rank {run.rank}",
             action="Start it with a larger --max-lora-rank",
         )
-    if state.quarantine is not None:
-        raise GeneratorError(f"{url} is in quarantine: {state.quarantine}", action="Restart it")
 
 
 async def work(settings: Settings) -> None:
     """Run a worker until SIGTERM or SIGINT. Raises ``BridgeError``."""
+    keys = Keys(settings.run.id)
+    environment = load_environment(settings.rollout.environment)
+    folder = model_folder(settings.model.path, settings.model.revision)
+    mine = resolve_run(settings, folder)
+    token = control_token(settings)
+    connect(settings.redis).close()
+    # From here on a signal is an event, so nothing below may hold the loop: a thread that waits for Redis is given up
+    # soon, and asks again.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    keys = Keys(settings.run.id)
-    environment = load_environment(settings.rollout.environment)
-    mine = resolve_run(settings, model_folder(settings.model.path, settings.model.revision))
-    url, control = doors(settings)
-    connections = settings.rollout.concurrency * settings.rollout.num_generations
+    impatient = settings.redis.model_copy(update={"outage_s": _OUTAGE_S})
     with errors(settings.redis):
-        client = connect(settings.redis)
+        client = connect(impatient)
         run = await wait_for_run(client, keys, stopping)
         if run is None:
             return
         check_joins(run, mine)
-        async with Generator(url, control, control_token(settings), connections) as generator:
-            facts = await wait_for_generator(generator, run, stopping)
-            if facts is not None:
-                await _work(settings, run, environment, generator, facts, client, stopping)
+        connections = settings.rollout.concurrency * settings.rollout.num_generations
+        async with AsyncExitStack() as stack:
+            generators = [
+                await stack.enter_async_context(Generator(url, control, token, connections))
+                for url, control in doors(settings.generators)
+            ]
+            asynchronous = await stack.enter_async_context(connect_async(settings.redis, stopping.is_set))
+            worker = _worker(settings, run, environment, folder, generators, client, asynchronous)
+            stop = asyncio.create_task(_stop_when(stopping, worker))
+            try:
+                await worker.run()
+            finally:
+                stop.cancel()
 
 
-async def _work(
-    settings: Settings, run: RunRecord, environment: Environment, generator: Generator, facts: EngineFacts,
-    client: redis.Redis, stopping: asyncio.Event,
-) -> None:  # fmt: skip
+def _worker(
+    settings: Settings, run: RunRecord, environment: Environment, folder: Path, generators: Sequence[Generator],
+    client: redis.Redis, asynchronous: redis.asyncio.Redis,
+) -> Worker:  # fmt: skip
     from transformers import AutoTokenizer
 
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    keys = Keys(settings.run.id)
+    name, keys = f"{socket.gethostname()}-{os.getpid()}", Keys(run.run)
     offset = clock_offset_ms(now_ms(client), time.time())
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
-    residencies = Residencies(generator)
-    folder = model_folder(settings.model.path, settings.model.revision)
-    async with connect_async(settings.redis) as asynchronous:
-        sampler = Sampler(
+    timeout_s = settings.rollout.group_timeout_s
+
+    def clock() -> int:
+        return round(time.time() * 1000) + offset
+
+    def reconcile() -> tuple[Manifest | None, RunRecord | None]:
+        with errors(settings.redis):
+            return repair_head(client, keys, store, run.policy), read_run(client, keys)
+
+    worker = Worker(
+        name=name,
+        run=run,
+        client=asynchronous,
+        keys=keys,
+        queue=GroupQueue(asynchronous, keys, name, ahead=run.groups_ahead, lease_s=timeout_s + _GRACE_S),
+        sampler=Sampler(
             run=run,
             environment=environment,
             prompts=Prompts(environment.dataset(run.seed), run.seed),
             tokenizer=AutoTokenizer.from_pretrained(folder),
+            now_ms=clock,
+        ),
+        timeout_s=timeout_s,
+        start_s=settings.generators.start_s,
+        reconcile=reconcile,
+        now_ms=clock,
+    )
+    worker.members = [
+        Member(
             generator=generator,
-            residencies=residencies,
-            dtype=facts.dtype,
-            logprobs_mode=facts.logprobs_mode,
-            now_ms=lambda: round(time.time() * 1000) + offset,
-        )
-        queue = GroupQueue(
-            asynchronous, keys, name, ahead=settings.rollout.groups_ahead, lease_s=settings.rollout.group_timeout_s
-        )
-        worker = Worker(
-            name=name,
             policy=run.policy,
-            client=asynchronous,
-            keys=keys,
-            queue=queue,
-            generator=generator,
-            residencies=residencies,
-            sampler=sampler,
-            concurrency=settings.rollout.concurrency,
-            reconcile=lambda: repair_head(client, keys, store, run.policy),
-            now_ms=lambda: round(time.time() * 1000) + offset,
+            check=partial(check_generator, run, url=generator.url, dtype=settings.model.dtype),
+            lease=Lease(asynchronous, keys.control(generator.url), keys.control_fence(generator.url), name, LEASE_S),
+            room=settings.rollout.concurrency,
+            report=worker.report,
+            changed=worker.changed,
         )
-        log.info("worker %s samples %s from %s", name, run.policy, generator.url)
-        stop = asyncio.create_task(_stop_when(stopping, worker))
-        try:
-            await worker.run()
-        finally:
-            stop.cancel()
+        for generator in generators
+    ]
+    log.info("worker %s samples %s from %s", name, run.policy, ", ".join(each.url for each in generators))
+    return worker
 
 
 async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lorabridge.bridge.codec import canonical_json
-from lorabridge.bridge.residency import Residency, epochs_between, resolve
+from lorabridge.bridge.errors import RequestRefused
+from lorabridge.bridge.residency import resolve
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.stream.groups import Claim
 from lorabridge.bridge.trajectory import Group, Trajectory, Turn, Unestablished
 from lorabridge.rollout.environment import Environment, Prompts, advantages, score, total
 from lorabridge.rollout.generator import Completion, Generator
+from lorabridge.rollout.residencies import Residencies
+from lorabridge.rollout.wire import EngineFacts
 
 
 class Tokenizer(Protocol):
@@ -26,29 +29,12 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, **arguments: Any) -> Any: ...
 
 
-class Residencies:
-    """Residency records of the generator's running instance, asked for when a label is new."""
+class Source(Protocol):
+    """A generator that a group is sampled from (``lorabridge.rollout.member.Member``)."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self._records: dict[str, Residency] = {}
-        self._lock = asyncio.Lock()
-
-    def add(self, record: Residency) -> None:
-        self._records[record.label] = record
-
-    async def of(self, labels: Sequence[str]) -> Mapping[str, Residency]:
-        """Every record known. The generator is asked first if one of ``labels``, or of the epochs between them, is not.
-
-        Raises:
-            GeneratorError: the generator cannot be asked.
-        """
-        async with self._lock:
-            missing = [epoch for label, epoch in epochs_between(labels) if label not in self._records]
-            if missing:
-                for record in await self._generator.residencies(min(missing) - 1):
-                    self.add(record)
-        return self._records
+    generator: Generator
+    residencies: Residencies
+    facts: EngineFacts
 
 
 class Sampler:
@@ -56,32 +42,36 @@ class Sampler:
 
     Args:
         run: what the trainer published.
-        facts: ``dtype`` and ``logprobs_mode`` of the generator.
         now_ms: the stream's clock, milliseconds since 1970.
     """
 
     def __init__(
-        self, *, run: RunRecord, environment: Environment, prompts: Prompts, tokenizer: Tokenizer, generator: Generator,
-        residencies: Residencies, dtype: str, logprobs_mode: str, now_ms: Callable[[], int],
+        self, *, run: RunRecord, environment: Environment, prompts: Prompts, tokenizer: Tokenizer,
+        now_ms: Callable[[], int],
     ) -> None:  # fmt: skip
         self._run, self._environment, self._prompts, self._tokenizer = run, environment, prompts, tokenizer
-        self._generator, self._residencies = generator, residencies
-        self._dtype, self._logprobs_mode, self._now_ms = dtype, logprobs_mode, now_ms
+        self._now_ms = now_ms
 
-    async def group(self, claim: Claim) -> Group:
+    async def group(self, claim: Claim, source: Source) -> Group:
         """Sample, resolve, reward.
 
         Raises:
             Unestablished: what sampled a completion cannot be established, or it was aborted.
+            RequestRefused: the prompt leaves no room for an answer.
             GeneratorError: the generator went away or refused.
         """
         row = self._prompts.row(claim.number)
         prompt = self._encode(row["prompt"])
+        if len(prompt) >= source.facts.max_model_len:
+            raise RequestRefused(
+                f"the prompt has {len(prompt)} tokens, and {source.generator.url} takes {source.facts.max_model_len}",
+                action="Shorten the prompts, or raise [generators] max_model_len",
+            )
         async with asyncio.TaskGroup() as tasks:
-            sampling = [tasks.create_task(self._complete(prompt)) for _ in range(self._run.num_generations)]
+            sampling = [tasks.create_task(self._complete(prompt, source)) for _ in range(self._run.num_generations)]
         completions = [task.result() for task in sampling]
         sampled_ms = self._now_ms()
-        turns = [await self._turn(prompt, completion) for completion in completions]
+        turns = [await self._turn(prompt, completion, source) for completion in completions]
         instance = self._instance(completions)
         texts = [self._as_message(row["prompt"], completion.token_ids) for completion in completions]
         scored = await score(self._environment.reward_funcs, row, texts, [c.token_ids for c in completions])
@@ -91,9 +81,10 @@ class Sampler:
             Trajectory(
                 run=self._run.run, policy=self._run.policy, group=claim.number, attempt=claim.attempt, index=index,
                 environment=self._run.environment, prompt=_digest(list(prompt)), base=self._run.base.digest,
-                turns=(turn,), sampling=self._run.sampling, seed=self._run.seed, logprobs_mode=self._logprobs_mode,
-                dtype=self._dtype, generator=self._generator.url, instance=instance,
-                reward=0.0 if reward is None else reward, rewards=rewarded, advantage=advantage, times_ms=times,
+                turns=(turn,), sampling=self._run.sampling, seed=self._run.seed,
+                logprobs_mode=source.facts.logprobs_mode, dtype=source.facts.dtype, generator=source.generator.url,
+                instance=instance, reward=0.0 if reward is None else reward, rewards=rewarded, advantage=advantage,
+                times_ms=times,
             )
             for index, (turn, reward, rewarded, advantage) in enumerate(
                 zip(turns, rewards, scored, advantages(rewards), strict=True)
@@ -101,18 +92,18 @@ class Sampler:
         )  # fmt: skip
         return Group(group=claim.number, attempt=claim.attempt, worker=claim.worker, trajectories=trajectories)
 
-    async def _complete(self, prompt: Sequence[int]) -> Completion:
+    async def _complete(self, prompt: Sequence[int], source: Source) -> Completion:
         run = self._run
-        return await self._generator.sample(run.policy, prompt, run.sampling, run.eos_ids)
+        return await source.generator.sample(run.policy, prompt, run.sampling, run.eos_ids)
 
-    async def _turn(self, prompt: tuple[int, ...], completion: Completion) -> Turn:
+    async def _turn(self, prompt: tuple[int, ...], completion: Completion, source: Source) -> Turn:
         if completion.finish_reason == "abort":
             raise Unestablished("the engine aborted it")
         if not completion.spans:
             raise Unestablished("the engine reported no spans")
         if len(completion.logprobs) != len(completion.token_ids):
             raise Unestablished("the engine reported another number of logprobs than of tokens")
-        records = await self._residencies.of([span.version for span in completion.spans])
+        records = await source.residencies.of([span.version for span in completion.spans])
         return Turn(
             prompt_ids=prompt,
             token_ids=completion.token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from lorabridge.bridge.settings import Settings, as_environment
+from lorabridge.bridge.errors import PortTaken
+from lorabridge.bridge.settings import BASE_NAME, GeneratorsSection, Settings, as_environment
+from lorabridge.rollout.wire import UNIX
 
 ATTEST = "lorabridge.rollout.plugin.attest.Attest"
 PLUGINS = "lorabridge,lorabridge_engine"
-BASE_NAME = "base"
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +69,23 @@ def vllm_command(
     if on_cpu and own.threads:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(own.threads)}
     return Command(arguments=(*arguments, *own.args), environment=environment)
+
+
+def check_doors(section: GeneratorsSection) -> None:
+    """Find out now that a port is taken, and not when vLLM has loaded the model. Raises ``PortTaken``."""
+    tcp = [(section.host, section.port)]
+    if not section.control_host.startswith(UNIX):
+        tcp.append((section.control_host, section.control_port))
+    for host, port in tcp:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise PortTaken(
+                    f"cannot listen on {host}:{port}: {error.strerror}",
+                    action="Stop what listens there, or choose other [generators] port and control_port",
+                ) from error
 
 
 def is_cpu_build() -> bool:

@@ -14,7 +14,8 @@ UNIX = "unix:"
 class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Serve version ``version`` of ``policy``, the adapter ``digest``, if you are ``instance`` at ``epoch``.
 
-    ``kv`` is what becomes of the KV of running requests; None leaves it to the server's configuration.
+    ``kv`` is what becomes of the KV of running requests; None leaves it to the server's configuration. ``fence`` is the
+    number of the sender's lease, 0 without one; ``operation`` names this swap: repeated, it is the same swap.
     """
 
     policy: str
@@ -23,6 +24,8 @@ class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     instance: str
     epoch: int
     kv: KvMode | None = None
+    fence: int = 0
+    operation: str = ""
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +47,13 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to know before it uses a generator; ``running`` requests are in flight."""
+    """What a worker needs to know before it uses a generator; ``running`` requests are in flight.
+
+    ``fence`` is the highest lease number that it has seen.
+    """
 
     residency: Residency
     quarantine: str | None
     running: int
     facts: EngineFacts
+    fence: int = 0

@@ -1,86 +1,122 @@
-"""A rollout worker: claim -> swap -> sample -> reward -> send.
+"""A rollout worker: claim -> route -> sample -> reward -> send, while every generator is kept at the head.
 
 ::
 
-    follow:   announce stream ----> newest manifest ----> generator.swap ----> events (resident)
+    listen:    announce stream ----> newest manifest ----> members (each swaps it in, one controller per generator)
     reconcile (every 10 s): store's head against Redis's head; Redis is repaired, never followed
-    sample:   claim -> Sampler.group -> deliver        [concurrency] groups at once; waits for the first swap
-                  |-> Unestablished: events (quarantine), the group is released for another attempt
+    sample:    route -> claim -> Sampler.group -> deliver        several groups at once on each generator
+                   |-> the generator went away: it is looked at again, the group goes back
+                   |-> anything else: the group is tried again, and given up after a few attempts
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from typing import cast
 
 import redis.asyncio
 
-from lorabridge.bridge import codec
-from lorabridge.bridge.errors import GeneratorError, GeneratorUnreachable, Quarantined, SwapFailed
-from lorabridge.bridge.events import Event, Happening, Quarantine, Resident
+from lorabridge.bridge.errors import RolloutsFailed, StreamUnreachable
+from lorabridge.bridge.events import Happening, Quarantine, event_fields
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.residency import Residency
+from lorabridge.bridge.run_record import RunRecord, check_joins
 from lorabridge.bridge.stream.groups import Claim, GroupQueue
 from lorabridge.bridge.stream.head import decode_announcement
 from lorabridge.bridge.stream.keys import Keys, Reply
 from lorabridge.bridge.trajectory import Unestablished
-from lorabridge.rollout.generator import Generator, Moved
-from lorabridge.rollout.sampler import Residencies, Sampler, first_of
+from lorabridge.rollout.member import Member
+from lorabridge.rollout.routing import IN_A_ROW, fate, hopeless, is_of_the_generator, route
+from lorabridge.rollout.sampler import Sampler, first_of
 
 log = logging.getLogger("lorabridge.worker")
 
 _RECONCILE_S = 10.0
 _IDLE_S = 0.02
 _PAUSE_AFTER_FAILURE_S = 1.0
-_ATTEMPTS = 5
 
 
 class Worker:
-    """Drives one generator for one policy.
+    """Drives the generators of a run for one policy.
 
     Args:
-        reconcile: makes Redis's head the store's and returns the store's newest manifest; runs in a thread.
+        run: what the trainer published.
+        timeout_s: how long one attempt at a group may take; its lease lasts as long.
+        start_s: how long a generator may take to come up.
+        reconcile: makes Redis's head the store's, and returns the store's newest manifest and the run as it is on
+            record now; runs in a thread.
         now_ms: the stream's clock.
+
+    Attributes:
+        members: the fleet; to be set before ``run``.
     """
 
     def __init__(
-        self, *, name: str, policy: str, client: redis.asyncio.Redis, keys: Keys, queue: GroupQueue,
-        generator: Generator, residencies: Residencies, sampler: Sampler, concurrency: int,
-        reconcile: Callable[[], Manifest | None], now_ms: Callable[[], int],
+        self, *, name: str, run: RunRecord, client: redis.asyncio.Redis, keys: Keys, queue: GroupQueue,
+        sampler: Sampler, timeout_s: float, start_s: float,
+        reconcile: Callable[[], tuple[Manifest | None, RunRecord | None]], now_ms: Callable[[], int],
     ) -> None:  # fmt: skip
-        self._name, self._policy, self._client, self._keys, self._queue = name, policy, client, keys, queue
-        self._generator, self._residencies, self._sampler = generator, residencies, sampler
-        self._concurrency, self._reconcile, self._now_ms = concurrency, reconcile, now_ms
+        self._name, self._run, self._client, self._keys, self._queue = name, run, client, keys, queue
+        self._sampler, self._timeout_s, self._start_s = sampler, timeout_s, start_s
+        self._reconcile, self._now_ms = reconcile, now_ms
+        self.members: Sequence[Member] = ()
         self._wanted: Manifest | None = None
-        self._news = asyncio.Event()
-        self._served = asyncio.Event()
+        self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._served_before = False
+        self._given_up_in_a_row = 0
+        self._failure: BaseException | None = None
 
     def stop(self) -> None:
         """Claim nothing more, give back what is not done, and return from ``run``."""
         self._stopping.set()
 
+    def changed(self) -> None:
+        """A member's load or standing is another."""
+        self._changed.set()
+
+    async def report(self, happening: Happening) -> None:
+        """Put it on the stream of events."""
+        await self._client.xadd(self._keys.events, event_fields(self._name, self._now_ms(), happening))
+
     async def run(self) -> None:
         """Work until ``stop``.
 
         Raises:
-            GeneratorError: the generator refuses for good: quarantine, token, no plugin.
+            GeneratorError: no generator ever served, and none will.
+            RunMismatch: the trainer came back as another run.
+            RolloutsFailed: group after group had to be given up.
             HeadConflict: Redis and the store name different heads.
         """
-        # Every loop also looks at ``_stopping``: redis-py can swallow a cancellation while it connects.
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [self._listen(), self._check_head(), self._swap_to_newest(), self._sample()]
-                running = [tasks.create_task(loop) for loop in loops]
+                loops = [self._listen(), self._check_head(), self._sample()]
+                loops += [member.run(self._stopping) for member in self.members]
+                running = [tasks.create_task(self._until_stopped(loop)) for loop in loops]
                 await self._stopping.wait()
                 for task in running:
                     task.cancel()
         except* asyncio.CancelledError:
             pass
-        except* Exception as failed:
-            raise first_of(failed) from failed
+        if self._failure is not None:
+            raise self._failure
+
+    async def _until_stopped(self, loop: Coroutine[None, None, None]) -> None:
+        """Run one loop; its failure stops the worker.
+
+        Every loop also looks at ``_stopping``, since redis-py can swallow a cancellation while it connects.
+        """
+        try:
+            await loop
+        except Exception as failed:
+            error = first_of(failed) if isinstance(failed, BaseExceptionGroup) else failed
+            if self._stopping.is_set():  # what ends on the way out ends for good; the leases see to the rest
+                log.warning("while stopping: %s", error)
+            else:
+                self._failure = error
+                self._stopping.set()
 
     # Following the head
 
@@ -96,81 +132,58 @@ class Worker:
 
     async def _check_head(self) -> None:
         while not self._stopping.is_set():
-            head = await asyncio.to_thread(self._reconcile)
-            if head is not None:
-                self._hear(head)
+            try:
+                head, run = await asyncio.to_thread(self._reconcile)
+            except StreamUnreachable as error:
+                log.warning("%s", error.diagnostics())
+            else:
+                if run is not None and run.epoch > self._run.epoch:
+                    self._adopt(run)
+                if head is not None:
+                    self._hear(head)
             await asyncio.sleep(_RECONCILE_S if self._wanted else 0.2)
 
+    def _adopt(self, run: RunRecord) -> None:
+        """A later trainer has taken over the policy."""
+        check_joins(run, self._run)
+        log.info("trainer epoch %d has taken over from %d", run.epoch, self._run.epoch)
+        self._run, self._queue.ahead = run, run.groups_ahead
+
     def _hear(self, manifest: Manifest) -> None:
-        if manifest.policy == self._policy and (self._wanted is None or manifest.version > self._wanted.version):
+        ours = manifest.policy == self._run.policy and manifest.epoch >= self._run.epoch
+        if ours and (self._wanted is None or manifest.version > self._wanted.version):
             self._wanted = manifest
-            self._news.set()
-
-    async def _swap_to_newest(self) -> None:
-        now: Residency | None = None
-        while not self._stopping.is_set():
-            await self._news.wait()
-            self._news.clear()
-            manifest = self._wanted
-            assert manifest is not None
-            try:
-                now = await self._swap(manifest, now)
-                self._served.set()
-            except SwapFailed as error:
-                # What it serves is as before; another version, or this one later, may do better.
-                log.warning("policy=%s version=%d digest=%s not served: %s", *_names(manifest), error.diagnostics())
-                await self._report(Quarantine(subject=f"{self._generator.url} {manifest.digest}", reason=str(error)))
-                await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
-                self._news.set()
-            except GeneratorUnreachable as error:
-                log.warning("%s", error.diagnostics())
-                now = None
-                await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
-                self._news.set()
-            except Quarantined as error:
-                await self._report(Quarantine(subject=self._generator.url, reason=str(error)))
-                raise
-
-    async def _swap(self, manifest: Manifest, now: Residency | None) -> Residency:
-        while True:
-            now = now or (await self._generator.state()).residency
-            try:
-                reply = await self._generator.swap(manifest, now)
-                break
-            except Moved:
-                now = None
-        self._residencies.add(reply.residency)
-        if reply.phases_ms:
-            phases = " ".join(f"{name}={ms:.1f}ms" for name, ms in reply.phases_ms.items())
-            log.info("policy=%s version=%d digest=%s epoch=%s %s", *_names(manifest), reply.residency.label, phases)
-            await self._report(Resident(residency=reply.residency, swap_ms=reply.phases_ms))
-        return reply.residency
+            for member in self.members:
+                member.want(manifest)
 
     # Sampling
 
     async def _sample(self) -> None:
-        await self._served.wait()
-        room = asyncio.Semaphore(self._concurrency)
-        sampling: set[asyncio.Task[None]] = set()
-
-        def done(task: asyncio.Task[None]) -> None:
-            sampling.discard(task)
-            room.release()
-
         async with asyncio.TaskGroup() as tasks:
             while not self._stopping.is_set():
-                await room.acquire()
+                member = await self._room()
                 claim = await self._claim()
                 if claim is None:
-                    room.release()
                     await asyncio.sleep(_IDLE_S)
                     continue
-                task = tasks.create_task(self._group(claim))
-                sampling.add(task)
-                task.add_done_callback(done)
+                member.begin_group()
+                tasks.create_task(self._group(claim, member)).add_done_callback(member.end_group)
                 await asyncio.sleep(0)  # a task that is cancelled before it began would not give its claim back
-            for task in sampling:
-                task.cancel()
+
+    async def _room(self) -> Member:
+        """The member for the next group, as soon as there is one. Raises what makes it hopeless."""
+        began = time.monotonic()
+        while True:
+            self._changed.clear()
+            place = route([member.load for member in self.members])
+            if place is not None:
+                self._served_before = True
+                return self.members[place]
+            standings = [member.standing for member in self.members]
+            reason = hopeless(standings, self._served_before, time.monotonic() - began, self._start_s)
+            if reason is not None:
+                raise reason
+            await self._changed.wait()
 
     async def _claim(self) -> Claim | None:
         """The next group. If this is cancelled, what the server granted meanwhile is given back at once."""
@@ -183,40 +196,51 @@ class Worker:
                 await self._queue.release(granted)
             raise
 
-    async def _group(self, claim: Claim) -> None:
+    async def _group(self, claim: Claim, member: Member) -> None:
         try:
-            group = await self._sampler.group(claim)
-            if not await self._queue.deliver(claim, group):
+            async with asyncio.timeout(self._timeout_s):
+                group = await self._sampler.group(claim, member)
+            if await self._queue.deliver(claim, group):
+                self._given_up_in_a_row = 0
+            else:
                 log.warning("group=%d attempt=%d came too late; another worker has it", claim.number, claim.attempt)
         except asyncio.CancelledError:
             await asyncio.shield(self._queue.release(claim))
             raise
         except BaseExceptionGroup as failed:
-            await self._give_back(claim, first_of(failed))
+            await self._give_back(claim, member, first_of(failed))
         except Exception as error:
-            await self._give_back(claim, error)
+            await self._give_back(claim, member, error)
 
-    async def _give_back(self, claim: Claim, error: BaseException) -> None:
-        """The group is tried again, or given up after a few attempts; what cannot be tried again ends the worker."""
-        if isinstance(error, GeneratorError) and not isinstance(error, GeneratorUnreachable):
-            await self._queue.release(claim)
+    async def _give_back(self, claim: Claim, member: Member, error: BaseException) -> None:
+        """The group goes back, or is given up; see ``routing.fate``."""
+        if not isinstance(error, Exception):
             raise error
-        log.warning("group=%d attempt=%d failed: %s", claim.number, claim.attempt, error)
-        await self._report(Quarantine(subject=f"group {claim.number} attempt {claim.attempt}", reason=_reason(error)))
-        if claim.attempt >= _ATTEMPTS:
-            await self._queue.abandon(claim)
+        reason = _reason(error, self._timeout_s)
+        log.warning("group=%d attempt=%d failed: %s", claim.number, claim.attempt, reason)
+        if is_of_the_generator(error):
+            member.suspect(error)
+            return await self._queue.release(claim)
+        await self.report(Quarantine(subject=f"group {claim.number} attempt {claim.attempt}", reason=reason))
+        if fate(error, claim.failures) == "abandon":
+            await self._abandon(claim, reason)
         else:
-            await self._queue.release(claim)
-        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+            await self._queue.release(claim, failed=True)
+        return await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
 
-    async def _report(self, happening: Happening) -> None:
-        event = Event(source=self._name, at_ms=self._now_ms(), happening=happening)
-        await self._client.xadd(self._keys.events, {"body": codec.encode(event)})
+    async def _abandon(self, claim: Claim, reason: str) -> None:
+        await self._queue.abandon(claim)
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row >= IN_A_ROW:
+            raise RolloutsFailed(
+                f"{IN_A_ROW} groups in a row were given up, the last because: {reason}",
+                action="Correct what it says: the environment, or [rollout] and [generators]",
+            )
 
 
-def _names(manifest: Manifest) -> tuple[str, int, str]:
-    return manifest.policy, manifest.version, manifest.digest
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, Unestablished) else f"{type(error).__name__}: {error}"
+def _reason(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, Unestablished):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"not done within {timeout_s:g} s ([rollout] group_timeout_s)"
+    return f"{type(error).__name__}: {error}"

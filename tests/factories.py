@@ -131,6 +131,6 @@ def make_run_record(**changes: Any) -> RunRecord:
     """A run as the trainer publishes it."""
     record = RunRecord(
         run="run", policy="policy", base=BASE, sampling=Sampling(), num_generations=8, eos_ids=(0, 2),
-        environment=digest_of("code"), seed=0, rank=8, groups_per_step=8,
+        environment=digest_of("code"), seed=0, rank=8, epoch=1, groups_ahead=8,
     )  # fmt: skip
     return msgspec.structs.replace(record, **changes)

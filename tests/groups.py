@@ -7,7 +7,8 @@ from typing import cast
 import redis
 import redis.asyncio
 
-from lorabridge.bridge.stream.groups import GroupQueue, decode_group
+from lorabridge.bridge.errors import CodecError
+from lorabridge.bridge.stream.groups import GroupQueue, GroupReader, decode_group
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
 
 LONG_S = 3600.0
@@ -15,6 +16,15 @@ LONG_S = 3600.0
 
 def queue_of(client: redis.asyncio.Redis, keys: Keys, worker: str = "worker", ahead: int = 4) -> GroupQueue:
     return GroupQueue(client, keys, worker, ahead, LONG_S)
+
+
+def reader_of(client: redis.Redis, keys: Keys, consumer: str = "trainer") -> GroupReader:
+    """A reader that meets no entry it cannot read."""
+
+    def unreadable(entry: str, error: CodecError) -> None:
+        raise AssertionError(f"{entry}: {error}")
+
+    return GroupReader(client, keys, consumer, unreadable)
 
 
 def expire(client: redis.Redis, keys: Keys, number: int) -> None:

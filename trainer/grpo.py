@@ -11,15 +11,17 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import redis
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import check_config
-from lorabridge.bridge.errors import BridgeError
-from lorabridge.bridge.events import Consumed, Dropped, Event, Happening
+from lorabridge.bridge.errors import BridgeError, CodecError
+from lorabridge.bridge.events import Consumed, Dropped, Happening, Quarantine, event_fields
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, resolve_run
 from lorabridge.bridge.settings import PolicySection, Settings, load
@@ -28,6 +30,7 @@ from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors
 from lorabridge.bridge.stream.groups import GroupReader
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.trajectory import Trajectory
+from lorabridge.trainer.publisher import Line, Publisher, take_over
 
 if TYPE_CHECKING:
     from lorabridge.trainer.source import Consumption
@@ -39,10 +42,9 @@ class MainRank:
     """What only the main rank has: the connections, the source and the publisher."""
 
     def __init__(
-        self, settings: Settings, run: RunRecord, client: redis.Redis, store: Store, config: dict[str, Any]
+        self, settings: Settings, run: RunRecord, line: Line, client: redis.Redis, store: Store, config: dict[str, Any]
     ) -> None:
         from lorabridge.trainer.export import serialise
-        from lorabridge.trainer.publisher import Publisher, take_over
         from lorabridge.trainer.source import TrajectorySource
 
         keys = Keys(run.run)
@@ -50,15 +52,17 @@ class MainRank:
         self._offset = clock_offset_ms(now_ms(client), time.time())
         batch = settings.trainer.per_device_train_batch_size * settings.trainer.nproc_per_node
         self.source = TrajectorySource(
-            reader=GroupReader(client, keys, "trainer"),
+            reader=GroupReader(client, keys, "trainer", self._unreadable),
             ahead=batch,
-            step_of=lambda policy, version: store.manifest(policy, version).step,
+            per_step=settings.samples_per_step,
+            manifest_of=store.manifest,
+            epoch=run.epoch,
             lag_max=settings.lag.max,
             on_dropped=self._dropped,
             clock_s=time.time,
         )
         self.publisher = Publisher(
-            line=take_over(client, keys, store, run.policy, run.run),
+            line=line,
             client=client,
             keys=keys,
             store=store,
@@ -91,12 +95,15 @@ class MainRank:
         )
         return seconds
 
-    def _dropped(self, trajectory: Trajectory) -> None:
-        self._report(Dropped(policy=self._policy, trajectories=(trajectory.id,), reason="too old"))
+    def _dropped(self, trajectory: Trajectory, reason: str) -> None:
+        self._report(Dropped(policy=self._policy, trajectories=(trajectory.id,), reason=reason))
+
+    def _unreadable(self, entry: str, error: CodecError) -> None:
+        log.warning("entry %s of the stream is no group: %s", entry, error.diagnostics())
+        self._report(Quarantine(subject=f"entry {entry}", reason=error.diagnostics()))
 
     def _report(self, happening: Happening) -> None:
-        event = Event(source="trainer", at_ms=self.now_ms(), happening=happening)
-        self._client.xadd(self._keys.events, {"body": codec.encode(event)})
+        self._client.xadd(self._keys.events, event_fields("trainer", self.now_ms(), happening))
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
@@ -164,18 +171,31 @@ def train(settings: Settings) -> None:
         on_consumed=main.consumed if main else None,
     )
     with errors(settings.redis):
-        trainer.train()
+        try:
+            trainer.train()
+        except BaseException:
+            trainer.abandon()
+            raise
         trainer.close()
 
 
 def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> MainRank:
-    """Connect, and publish the run, so that workers can join while this rank still loads the model."""
+    """Take over the policy, and publish the run, so that workers can join while this rank still loads the model."""
     client = connect(settings.redis)
     run = resolve_run(settings, folder)
+    keys = Keys(run.run)
+    store = open_store(settings.store_url, settings.store.max_adapter_bytes)
     with errors(settings.redis):
-        client.set(Keys(run.run).run, codec.encode(run))
-        store = open_store(settings.store_url, settings.store.max_adapter_bytes)
-        return MainRank(settings, run, client, store, config)
+        # The epoch first: workers then serve nothing of an earlier trainer, whose samples would be dropped here.
+        line = take_over(client, keys, store, run.policy, run.run)
+        run = msgspec.structs.replace(run, epoch=line.epoch)
+        client.set(keys.run, codec.encode(run))
+        return MainRank(settings, run, line, client, store, config)
+
+
+def ranks(environ: Mapping[str, str]) -> list[str]:
+    """torchrun says how many ranks there are; the configuration may say something else."""
+    return [f"trainer.nproc_per_node={environ['WORLD_SIZE']}"] if "WORLD_SIZE" in environ else []
 
 
 def main() -> int:
@@ -189,7 +209,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # the server is not TRL's here
     logging.getLogger("vllm").setLevel(logging.WARNING)
     try:
-        train(load(given.config, given.set))
+        train(load(given.config, [*given.set, *ranks(os.environ)]))
     except BridgeError as error:
         print(f"lorabridge: {error.diagnostics()}", file=sys.stderr)
         return error.exit_code

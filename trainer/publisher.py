@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 import redis
 
-from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
 from lorabridge.bridge.digest import parse_config
-from lorabridge.bridge.events import Event, Published
+from lorabridge.bridge.events import Published, event_fields
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import Store
@@ -64,7 +63,8 @@ class Publisher:
         self._base, self._max_rank, self._serialise, self._now_ms = base, max_rank, serialise, now_ms
         self._newest = line.newest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._pending: list[Future[Manifest]] = []
+        self._pending: list[Future[Manifest | None]] = []
+        self._failed = False
 
     def publish(self, tensors: Any, step: int, since: float) -> None:
         """Queue a version and return.
@@ -79,7 +79,7 @@ class Publisher:
         """
         self.check()
         blocked_ms = (time.perf_counter() - since) * 1000
-        self._pending.append(self._thread.submit(self._publish, tensors, step, blocked_ms))
+        self._pending.append(self._thread.submit(self._in_turn, tensors, step, blocked_ms))
 
     def check(self) -> None:
         """Raise what an earlier publish failed with."""
@@ -90,6 +90,21 @@ class Publisher:
         """Wait for what is queued. Raises what it failed with."""
         self._thread.shutdown(wait=True)
         self.check()
+
+    def abandon(self) -> None:
+        """Publish nothing more of what is queued: training has failed."""
+        self._failed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_turn(self, tensors: Any, step: int, blocked_ms: float) -> Manifest | None:
+        """Publish, unless a version before this one could not be: the line has no gaps."""
+        if self._failed:
+            return None
+        try:
+            return self._publish(tensors, step, blocked_ms)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _publish(self, tensors: Any, step: int, blocked_ms: float) -> Manifest:
         phases = {"blocked": blocked_ms}
@@ -129,6 +144,5 @@ class Publisher:
         names = (manifest.policy, manifest.version, manifest.digest)
         log.info("policy=%s version=%d digest=%s step=%d published", *names, step)
         happening = Published(policy=names[0], version=names[1], digest=names[2], step=step, phases_ms=phases)
-        event = Event(source="trainer", at_ms=self._now_ms(), happening=happening)
-        self._client.xadd(self._keys.events, {"body": codec.encode(event)})
+        self._client.xadd(self._keys.events, event_fields("trainer", self._now_ms(), happening))
         return manifest

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lorabridge.bridge.lag import LagSummary, summarise, token_lags, too_old
+from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.stream.groups import GroupReader
-from lorabridge.bridge.trajectory import Trajectory
+from lorabridge.bridge.trajectory import Group, Span, Trajectory
 
 _POLL_MS = 500
 
@@ -59,6 +60,14 @@ class Consumption(msgspec.Struct, frozen=True, kw_only=True):
         return sum(t.reward for t in self.trajectories) / len(self.trajectories)
 
 
+@dataclass
+class _Open:
+    """A group under way: its entries in the stream, and the ids of its trajectories that are not yet done with."""
+
+    entries: list[str]
+    waiting: set[str]
+
+
 def as_sample(trajectory: Trajectory, entered_s: float) -> Sample:
     """The trajectory for TRL; ``entered_s`` is when it entered the buffer, seconds since 1970."""
     turn = trajectory.turns[-1]
@@ -88,22 +97,27 @@ class TrajectorySource:
     Args:
         reader: of the stream.
         ahead: samples to hold ready for the trainer.
-        step_of: the optimizer step that a (policy, version) was made at.
+        per_step: samples that one optimizer step trains on, over all ranks.
+        manifest_of: the manifest of a (policy, version).
+        epoch: this trainer's.
         lag_max: trajectories with an older token are dropped.
-        on_dropped: told of every dropped trajectory.
+        on_dropped: told of every dropped trajectory, and why.
         clock_s: seconds since 1970, as TRL's dataset reads them.
     """
 
     def __init__(
-        self, *, reader: GroupReader, ahead: int, step_of: Callable[[str, int], int], lag_max: int,
-        on_dropped: Callable[[Trajectory], None], clock_s: Callable[[], float],
+        self, *, reader: GroupReader, ahead: int, per_step: int, manifest_of: Callable[[str, int], Manifest],
+        epoch: int, lag_max: int, on_dropped: Callable[[Trajectory, str], None], clock_s: Callable[[], float],
     ) -> None:  # fmt: skip
         self.rollout_buffer: queue.Queue[Sample] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._reader, self._step_of, self._lag_max = reader, step_of, lag_max
+        self._reader, self._manifest_of, self._lag_max = reader, manifest_of, lag_max
+        self._per_step, self._epoch = per_step, epoch
         self._on_dropped, self._clock_s = on_dropped, clock_s
-        self._steps: dict[tuple[str, int], int] = {}
-        self._open: dict[int, tuple[str, set[str]]] = {}  # group -> its entry, and its trajectories not yet done with
+        self._manifests: dict[tuple[str, int], Manifest] = {}
+        self._open: dict[int, _Open] = {}
+        self._over: set[int] = set()  # groups that are done with
+        self._admitted = 0
         self._micro_batches: deque[list[Trajectory]] = deque()
         self._this_step: list[Trajectory] = []
         self._step = 0
@@ -135,11 +149,21 @@ class TrajectorySource:
     # The account
 
     def admit(self, sample: Sample) -> bool:
-        """Whether the sample may still be trained on; if it is too old, it is dropped and counted."""
-        if not too_old(self.lags(sample.trajectory, self._step), self._lag_max):
+        """Whether the sample may be trained on; one that may not be is dropped and counted.
+
+        What is admitted is trained on in the order of admission, so its place says which step that will be, also of
+        what accelerate reads a batch ahead.
+        """
+        trajectory = sample.trajectory
+        if any(self._manifest(span).epoch != self._epoch for span in trajectory.spans):
+            reason = "of an earlier trainer"
+        elif too_old(self.lags(trajectory, self._admitted // self._per_step), self._lag_max):
+            reason = "too old"
+        else:
+            self._admitted += 1
             return True
-        self._on_dropped(sample.trajectory)
-        self._done([sample.trajectory])
+        self._on_dropped(trajectory, reason)
+        self._done([trajectory])
         return False
 
     def collated(self, trajectories: Sequence[Trajectory]) -> None:
@@ -152,11 +176,14 @@ class TrajectorySource:
 
     def lags(self, trajectory: Trajectory, step: int) -> list[tuple[int, int]]:
         """(lag, tokens) of each span, if the trajectory is trained on after ``step`` optimizer steps."""
-        for span in trajectory.spans:
-            name = (span.policy, span.version)
-            if name not in self._steps:
-                self._steps[name] = self._step_of(*name)
-        return token_lags(trajectory.spans, self._steps, step)
+        steps = {(span.policy, span.version): self._manifest(span).step for span in trajectory.spans}
+        return token_lags(trajectory.spans, steps, step)
+
+    def _manifest(self, span: Span) -> Manifest:
+        name = (span.policy, span.version)
+        if name not in self._manifests:
+            self._manifests[name] = self._manifest_of(*name)
+        return self._manifests[name]
 
     def end_step(self) -> Consumption | None:
         """The optimizer step is done: acknowledge every group that it used up. None if it used nothing."""
@@ -169,16 +196,19 @@ class TrajectorySource:
         return Consumption(step=step, trajectories=tuple(used), lag=lag)
 
     def _done(self, trajectories: Iterable[Trajectory]) -> None:
-        finished = []
+        finished: list[str] = []
+        repeated: list[str] = []
         with self._lock:
             for trajectory in trajectories:
-                entry, waiting = self._open[trajectory.group]
-                waiting.discard(trajectory.id)
-                if not waiting:
+                group = self._open[trajectory.group]
+                group.waiting.discard(trajectory.id)
+                if not group.waiting:
                     del self._open[trajectory.group]
-                    finished.append(entry)
+                    self._over.add(trajectory.group)
+                    finished.append(group.entries[0])
+                    repeated += group.entries[1:]
         if finished:
-            self._reader.finish(finished)
+            self._reader.finish(finished, repeated)
 
     # The reader thread
 
@@ -186,17 +216,24 @@ class TrajectorySource:
         try:
             while not self._stop.is_set():
                 received = self._reader.read(_POLL_MS)
-                if received is None:
+                if received is None or not self._is_new(*received):
                     continue
-                entry, group = received
-                with self._lock:
-                    if group.group in self._open:  # redelivered while we hold it
-                        continue
-                    self._open[group.group] = (entry, {t.id for t in group.trajectories})
-                for trajectory in group.trajectories:
+                for trajectory in received[1].trajectories:
                     self._offer(as_sample(trajectory, self._clock_s()))
         except Exception as error:
             self._failure = error
+
+    def _is_new(self, entry: str, group: Group) -> bool:
+        """Whether the group came for the first time; another entry of it is finished together with it (law 6)."""
+        with self._lock:
+            if group.group in self._open:
+                self._open[group.group].entries.append(entry)
+                return False
+            if group.group not in self._over:
+                self._open[group.group] = _Open([entry], {t.id for t in group.trajectories})
+                return True
+        self._reader.finish([], [entry])
+        return False
 
     def _offer(self, sample: Sample) -> None:
         while not self._stop.is_set():

@@ -116,6 +116,7 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         on_consumed: Callable[[Consumption], float] | None, **keywords: Any,
     ) -> None:  # fmt: skip
         self._source, self._publisher, self._on_consumed = source, publisher, on_consumed
+        self._published_at = -1
         super().__init__(*arguments, rollout_worker=source, weight_transfer=NoTransfer(), **keywords)
         if self._adapter_name is None:
             raise AdapterUnservable("the model has no LoRA adapter", action="Pass a peft_config")
@@ -146,6 +147,7 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def _sync_weight(self) -> None:
         """Publish the adapter as it is now. Every rank gathers; the main one copies and goes on."""
         started = time.perf_counter()
+        self._published_at = self.state.global_step
         model = self.accelerator.unwrap_model(self.model)
         tensors = gather(model, self._adapter_name, self.accelerator.is_main_process)
         if self._publisher is not None:
@@ -164,6 +166,11 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         metrics["lag/max"].append(float(consumed.lag.largest))
         metrics["lag/seconds_mean"].append(seconds)
 
+    def end_training(self) -> None:
+        """Publish the last weights, if the last step was between two publishes."""
+        if self._published_at != self.state.global_step:
+            self._sync_weight()
+
     def _check(self) -> None:
         """Raise what the reader or the publisher failed with: without version 1 nothing will ever be sampled."""
         if self._source is not None:
@@ -176,6 +183,13 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         if self._publisher is not None:
             self._publisher.close()
 
+    def abandon(self) -> None:
+        """Training has failed: publish nothing more, read nothing more, and keep no thread alive."""
+        if self._publisher is not None:
+            self._publisher.abandon()
+        if self._source is not None:
+            self._source.stop()
+
 
 class _EndOfStep(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: BridgeGRPOTrainer) -> None:
@@ -183,6 +197,9 @@ class _EndOfStep(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._trainer.end_step()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.end_training()
 
 
 class _Nothing(IterableDataset[Any]):

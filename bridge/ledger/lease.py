@@ -15,37 +15,14 @@ import redis
 
 from lorabridge.bridge.errors import LedgerTaken
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, Keys
+from lorabridge.bridge.stream.lease import HOLD, RELEASE, RENEW, TAKE
 from lorabridge.bridge.stream.trim import EntryId, GroupPosition
-
-# KEYS: lease, fence. ARGV: floor, ttl ms. A number above every earlier one and above floor, or false if it is held.
-_TAKE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return false end
-local number = math.max(redis.call('INCR', KEYS[2]), tonumber(ARGV[1]) + 1)
-redis.call('SET', KEYS[2], number)
-redis.call('SET', KEYS[1], number, 'PX', ARGV[2])
-return number
-"""
-
-# KEYS: lease, fence, ... ARGV: number, ttl ms, ... False if another archiver has, or had, a later number.
-_HOLD = """
-local holder = redis.call('GET', KEYS[1])
-if holder ~= ARGV[1] then
-  if holder or tonumber(redis.call('GET', KEYS[2]) or '0') > tonumber(ARGV[1]) then return false end
-  redis.call('SET', KEYS[2], ARGV[1])
-end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-"""
-
-_RENEW = _HOLD + "return 1"
-
-# KEYS: lease, fence. ARGV: number.
-_RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 # KEYS: lease, fence, stream. ARGV: number, ttl ms, ledger group, cursor.
 # Moves the ledger's group and tells how the stream stands: {entries ever added, length, highest id deleted by hand,
 # {{group, last delivered, oldest pending or ''}, ...}}. pcall: the group is normally there already.
 _ACKNOWLEDGE = (
-    _HOLD
+    HOLD
     + """
 redis.pcall('XGROUP', 'CREATE', KEYS[3], ARGV[3], '0', 'MKSTREAM')
 redis.call('XGROUP', 'SETID', KEYS[3], ARGV[3], ARGV[4])
@@ -66,7 +43,7 @@ return {stream['entries-added'], stream['length'], stream['max-deleted-entry-id'
 )
 
 # KEYS: lease, fence, stream. ARGV: number, ttl ms, floor. How many entries went.
-_TRIM = _HOLD + "return redis.call('XTRIM', KEYS[3], 'MINID', '=', ARGV[3])"
+_TRIM = HOLD + "return redis.call('XTRIM', KEYS[3], 'MINID', '=', ARGV[3])"
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +74,8 @@ class Lease:
         self._client, self._keys = client, keys
         self._ttl_ms = round(ttl_s * 1000)
         self._pair = [keys.archiver, keys.archiver_fence]
-        self._take, self._renew = client.register_script(_TAKE), client.register_script(_RENEW)
-        self._release, self._trim = client.register_script(_RELEASE), client.register_script(_TRIM)
+        self._take, self._renew = client.register_script(TAKE), client.register_script(RENEW)
+        self._release, self._trim = client.register_script(RELEASE), client.register_script(_TRIM)
         self._acknowledge = client.register_script(_ACKNOWLEDGE)
         self.number = 0  # the fencing number, 0 before the lease was taken
 

@@ -54,7 +54,7 @@ def show(id: Id, run: options.RunDir, json: options.Json = False) -> None:
     if json:
         print(msgspec.json.encode({"id": trajectory.id, **msgspec.structs.asdict(trajectory)}).decode())
     else:
-        Console().print(trajectory_view(trajectory, decoder(Path(settings.model.path))))
+        Console().print(trajectory_view(trajectory, decoder(_model(settings))))
 
 
 @replay.command()
@@ -140,11 +140,23 @@ def audit(run: options.RunDir, sample: Sample = None, seed: Seed = 0, json: opti
 
 
 def _evidence(settings: Settings) -> tuple[Store, Scorer]:
+    from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.replay.scorer import Scorer
     from lorabridge.bridge.store import open_store
 
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
-    return store, Scorer(Path(settings.model.path), store)
+    return store, Scorer(model_folder(settings.model.path, settings.model.revision, download=False), store)
+
+
+def _model(settings: Settings) -> Path | None:
+    """The base model's folder, None if it is not on this machine."""
+    from lorabridge.bridge.errors import ModelError
+    from lorabridge.bridge.model import model_folder
+
+    try:
+        return model_folder(settings.model.path, settings.model.revision, download=False)
+    except ModelError:
+        return None
 
 
 def _residencies(ledger: Ledger) -> dict[str, Residency]:

@@ -127,7 +127,9 @@ def phase(child: Child, feed: Feed | None) -> Phase:
         return "done"
     if child.asked:
         return "stopping"
-    if feed and ((child.name == "serve" and not feed.healthy) or (child.name == "train" and not feed.news.joined)):
+    if feed and (
+        (child.name.startswith("serve") and not feed.healthy) or (child.name == "train" and not feed.news.joined)
+    ):
         return "loading"
     return "running"
 

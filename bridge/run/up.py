@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 from rich.console import Console
@@ -32,19 +32,20 @@ from lorabridge.bridge.token import ensure_token
 PASSWORD = "LORABRIDGE_REDIS_PASSWORD"
 _CLI = "lorabridge.bridge.cli"
 _PACKAGES = ("trl", "torch", "peft", "transformers", "aiohttp", "matplotlib")
-_SERVER_S, _DRAIN_S, _FLUSH_S, _END_S = 300.0, 30.0, 60.0, 15.0
+_DRAIN_S, _FLUSH_S, _END_S = 30.0, 60.0, 15.0
 
 
 def up(settings: Settings, console: Console) -> tuple[Summary, Path]:
     """Run everything that ``settings`` describe, on the Redis that they name; the summary, and the run's folder.
 
     Raises:
-        ConfigError: a package that a process of the run needs is not installed.
+        ConfigError: a package that a process of the run needs is not installed, or the folder holds a finished run.
         StreamError: that Redis cannot be used.
         MachineError: another supervisor holds the run's folder, it cannot be written, or a process died.
         KeyboardInterrupt: Ctrl-C; everything has been stopped.
     """
     settings = resolved(settings)
+    check_new(settings.run.dir)
     check_installed(not settings.generators.urls)
     connect(settings.redis).close()
     _make(settings.run.dir)
@@ -65,27 +66,46 @@ def loop(supervisor: Supervisor) -> Summary:
     settings = supervisor.settings
     write_configuration(settings)
     config = ("--config", str(settings.run.dir / "config.toml"))
-    serve = None if settings.generators.urls else supervisor.start("serve", _CLI, "serve", *config)
+    servers = [] if settings.generators.urls else _serve(supervisor, config)
     archiver = supervisor.start("archiver", _CLI, "archiver", *config)
     train = supervisor.start("train", _CLI, "train", *config, ends_with=(0,))
     worker = supervisor.start("worker", _CLI, "worker", *config)
     with Feed(settings) as feed:
         supervisor.feed = feed
-        late = time.monotonic() + _SERVER_S
+        start_s = settings.generators.start_s
+        late = time.monotonic() + start_s
 
         def trained() -> bool:
-            if serve and not feed.healthy and time.monotonic() > late:
-                raise GeneratorUnreachable(f"no answer within {_SERVER_S:.0f} s", action=f"Its log is {serve.log}")
+            if servers and not feed.healthy and time.monotonic() > late:
+                raise GeneratorUnreachable(f"no answer within {start_s:.0f} s", action=f"See {servers[0].log}")
             return train.code is not None
 
         supervisor.attend(trained)
-        supervisor.finish(worker, "the worker to deliver what it has begun", _DRAIN_S)
+        supervisor.finish(worker, "the worker to give back what it has begun", _DRAIN_S)
         supervisor.finish(archiver, "the archiver to write down the last of it", _FLUSH_S)
     if archiver.code != 0:
         raise died(archiver)
-    if serve:
-        supervisor.finish(serve, "the server to end", _END_S)
+    for server in servers:
+        supervisor.finish(server, f"{server.name} to end", _END_S)
     return _sum_up(supervisor, _audited(supervisor))
+
+
+def _serve(supervisor: Supervisor, config: tuple[str, ...]) -> list[Child]:
+    """Start the servers that the configuration asks for, each with doors of its own."""
+    own = supervisor.settings.generators
+    servers = []
+    for place in range(own.count):
+        url, control = own.doors(place)
+        doors = [f"generators.port={urlsplit(url).port}"]
+        doors.append(
+            f"generators.control_host={control}"
+            if control.startswith("unix:")
+            else f"generators.control_port={urlsplit(control).port}"
+        )
+        name = "serve" if own.count == 1 else f"serve-{place + 1}"
+        changes = [part for change in doors for part in ("--set", change)]
+        servers.append(supervisor.start(name, _CLI, "serve", *config, *changes))
+    return servers
 
 
 def _audited(supervisor: Supervisor) -> Audit:
@@ -127,6 +147,14 @@ def _sum_up(supervisor: Supervisor, audit: Audit) -> Summary:
     return summary
 
 
+def check_new(folder: Path) -> None:
+    """Two runs in one folder would be summed up as one. Raises ``ConfigError`` if it holds a finished run."""
+    if (folder / "summary.json").exists():
+        raise ConfigError(
+            f"{folder} holds a finished run", action="Give another [run] id and dir, or move that folder away"
+        )
+
+
 def check_installed(serves: bool) -> None:
     """Find out now what a process would find out minutes later. ``serves``: a vLLM server is to be started.
 
@@ -144,12 +172,10 @@ def check_installed(serves: bool) -> None:
 def resolved(settings: Settings) -> Settings:
     """``settings`` that mean the same from any folder, and hold no password: that moves to the environment."""
     redis, generators = settings.redis, settings.generators
-    parts = urlsplit(redis.url)
-    if parts.password is not None:
-        os.environ[PASSWORD] = unquote(parts.password)
-        host = parts.netloc.rpartition("@")[2]
-        netloc = f"{parts.username}@{host}" if parts.username else host
-        settings = with_values(settings, "redis", url=urlunsplit(parts._replace(netloc=netloc)))
+    url, password = without_password(redis.url)
+    if password is not None:
+        os.environ[PASSWORD] = password
+        settings = with_values(settings, "redis", url=url)
     settings = with_values(settings, "run", dir=settings.run.dir.absolute())
     settings = with_values(settings, "ledger", dir=settings.ledger_dir.absolute())
     settings = with_values(settings, "redis", password_file=_absolute(redis.password_file))
@@ -159,6 +185,18 @@ def resolved(settings: Settings) -> Settings:
     if settings.model.path and Path(settings.model.path).is_dir():
         settings = with_values(settings, "model", path=str(Path(settings.model.path).absolute()))
     return settings
+
+
+def without_password(url: str) -> tuple[str, str | None]:
+    """A Redis URL without its password, and the password: the user's, or else the query's, as in redis-py."""
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    given = [value for name, value in query if name == "password"]
+    password = unquote(parts.password) if parts.password is not None else (given[-1] if given else None)
+    host = parts.netloc.rpartition("@")[2]
+    netloc = f"{parts.username}@{host}" if parts.username else host
+    kept = urlencode([(name, value) for name, value in query if name != "password"])
+    return urlunsplit(parts._replace(netloc=netloc, query=kept)), password
 
 
 def write_configuration(settings: Settings) -> None:

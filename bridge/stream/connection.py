@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,17 +38,21 @@ class Patience:
     """When to give up on one call: ``outage_s`` seconds after it first failed, at once if the server refuses us.
 
     redis-py counts tries instead, and a call that reconnects makes as many again within each of its own.
+
+    Args:
+        stop: whether the process is to end: then at once as well.
     """
 
-    def __init__(self, outage_s: float) -> None:
-        self._outage_s = outage_s
+    def __init__(self, outage_s: float, stop: Callable[[], bool] = lambda: False) -> None:
+        self._outage_s, self._stop = outage_s, stop
         self._until: float | None = None
 
     def __call__(self, error: Exception) -> bool:
         """Whether to try again after ``error``."""
         if self._until is None:
             self._until = time.monotonic() + self._outage_s
-        return not isinstance(error, AuthenticationError) and time.monotonic() < self._until
+        refused = isinstance(error, AuthenticationError)
+        return not refused and not self._stop() and time.monotonic() < self._until
 
 
 class _Retry(Retry):
@@ -65,14 +69,14 @@ class _Retry(Retry):
 class _AsyncRetry(AsyncRetry):
     """As ``_Retry``, for asyncio."""
 
-    def __init__(self, outage_s: float) -> None:
+    def __init__(self, outage_s: float, stop: Callable[[], bool]) -> None:
         super().__init__(DecorrelatedJitterBackoff(cap=_CAP_S, base=_BASE_S), -1, _PASSING)
-        self._outage_s = outage_s
+        self._outage_s, self._stop = outage_s, stop
 
     async def call_with_retry(
         self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
     ) -> Any:
-        return await super().call_with_retry(do, fail, Patience(self._outage_s), with_failure_count)
+        return await super().call_with_retry(do, fail, Patience(self._outage_s, self._stop), with_failure_count)
 
 
 def connect(section: RedisSection) -> redis.Redis:
@@ -108,12 +112,17 @@ def connect(section: RedisSection) -> redis.Redis:
     )  # fmt: skip
 
 
-def connect_async(section: RedisSection) -> redis.asyncio.Redis:
-    """As ``connect``, for asyncio. Connect with ``connect`` first to learn whether the server answers."""
+def connect_async(section: RedisSection, stop: Callable[[], bool] = lambda: False) -> redis.asyncio.Redis:
+    """As ``connect``, for asyncio. Connect with ``connect`` first to learn whether the server answers.
+
+    Args:
+        section: where.
+        stop: whether the process is to end: a server that is away is then waited for no longer.
+    """
     url, password = _url_and_password(section)
     return redis.asyncio.Redis.from_url(
         url, password=password, socket_connect_timeout=_CONNECT_S, socket_timeout=ANSWER_S,
-        retry=_AsyncRetry(section.outage_s),
+        retry=_AsyncRetry(section.outage_s, stop),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ group enters the stream in the same call that closes its lease, so it enters onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -14,13 +15,15 @@ import redis
 import redis.asyncio
 
 from lorabridge.bridge import codec
+from lorabridge.bridge.errors import CodecError
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys, Reply
 from lorabridge.bridge.trajectory import Group
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
-# KEYS: groups, leases, holders, attempts. ARGV: ahead, lease ms, worker.
-# An expired lease goes first; else a new number, if started - finished < ahead. {number, attempt, now} or false.
+# KEYS: groups, leases, holders, attempts, failures. ARGV: ahead, lease ms, worker.
+# An expired lease goes first; else a new number, if started - finished < ahead. {number, attempt, now, failures} or
+# false.
 _CLAIM = (
     _NOW
     + """
@@ -35,39 +38,44 @@ end
 local attempt = redis.call('HINCRBY', KEYS[4], number, 1)
 redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), number)
 redis.call('HSET', KEYS[3], number, attempt .. ':' .. ARGV[3])
-return {tonumber(number), attempt, now}
+return {tonumber(number), attempt, now, tonumber(redis.call('HGET', KEYS[5], number) or '0')}
 """
 )
 
-# KEYS: leases, holders, attempts, trajectories. ARGV: number, holder, body.
+# KEYS: leases, holders, attempts, failures, trajectories. ARGV: number, holder, body.
 # The entry's id, or false if the lease is lost. The entry comes first: if it is refused, the lease still stands.
 _DELIVER = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return false end
-local entry = redis.call('XADD', KEYS[4], '*', 'body', ARGV[3])
+local entry = redis.call('XADD', KEYS[5], '*', 'body', ARGV[3])
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('HDEL', KEYS[4], ARGV[1])
 return entry
 """
 
-# KEYS: leases, holders. ARGV: number, holder. Ends a lease now, so that the group is claimed again at once.
+# KEYS: leases, holders, failures. ARGV: number, holder, 1 if the attempt failed. Ends a lease now, so that the group is
+# claimed again at once.
 _RELEASE = (
     _NOW
     + """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('ZADD', KEYS[1], now, ARGV[1])
+if ARGV[3] == '1' then redis.call('HINCRBY', KEYS[3], ARGV[1], 1) end
 return 1
 """
 )
 
-# KEYS: leases, holders, attempts, groups. ARGV: number, holder. Gives a group up for good: it counts as finished.
+# KEYS: leases, holders, attempts, failures, groups. ARGV: number, holder. Gives a group up for good: it counts as
+# finished.
 _ABANDON = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-redis.call('HINCRBY', KEYS[4], 'finished', 1)
+redis.call('HDEL', KEYS[4], ARGV[1])
+redis.call('HINCRBY', KEYS[5], 'finished', 1)
 return 1
 """
 
@@ -81,12 +89,16 @@ return acknowledged
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's right to deliver group ``number``, until its lease ends or another claims it."""
+    """A worker's right to deliver group ``number``, until its lease ends or another claims it.
+
+    ``failures`` is how many of the attempts before failed of the group's own doing.
+    """
 
     number: int
     attempt: int
     worker: str
     at_ms: int
+    failures: int = 0
 
     @property
     def holder(self) -> str:
@@ -94,11 +106,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupQueue:
-    """A worker's side: claim, deliver, release, abandon."""
+    """A worker's side: claim, deliver, release, abandon. ``ahead`` groups may be started and not yet finished."""
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys, worker: str, ahead: int, lease_s: float) -> None:
         self._keys, self._worker = keys, worker
-        self._ahead, self._lease_ms = ahead, round(lease_s * 1000)
+        self.ahead, self._lease_ms = ahead, round(lease_s * 1000)
         self._claim = client.register_script(_CLAIM)
         self._deliver = client.register_script(_DELIVER)
         self._release = client.register_script(_RELEASE)
@@ -108,37 +120,53 @@ class GroupQueue:
         """The next group to sample, or None while enough groups are under way."""
         k = self._keys
         reply = await self._claim(
-            [k.groups, k.leases, k.holders, k.attempts], [self._ahead, self._lease_ms, self._worker]
+            [k.groups, k.leases, k.holders, k.attempts, k.failures], [self.ahead, self._lease_ms, self._worker]
         )
         if reply is None:
             return None
-        number, attempt, now = reply
-        return Claim(number=number, attempt=attempt, worker=self._worker, at_ms=now)
+        number, attempt, now, failures = reply
+        return Claim(number=number, attempt=attempt, worker=self._worker, at_ms=now, failures=failures)
 
     async def deliver(self, claim: Claim, group: Group) -> bool:
         """Put the whole group on the stream and close its lease; False if the lease was lost, and nothing entered."""
         k = self._keys
-        keys = [k.leases, k.holders, k.attempts, k.trajectories]
+        keys = [k.leases, k.holders, k.attempts, k.failures, k.trajectories]
         return await self._deliver(keys, [claim.number, claim.holder, codec.encode(group)]) is not None
 
-    async def release(self, claim: Claim) -> None:
-        """Give the group back: another claim takes it at once, under the next attempt."""
-        await self._release([self._keys.leases, self._keys.holders], [claim.number, claim.holder])
+    async def release(self, claim: Claim, *, failed: bool = False) -> None:
+        """Give the group back: another claim takes it at once, under the next attempt.
+
+        ``failed`` counts this one against the group: it was not the worker, or a generator, that went away.
+        """
+        k = self._keys
+        await self._release([k.leases, k.holders, k.failures], [claim.number, claim.holder, int(failed)])
 
     async def abandon(self, claim: Claim) -> None:
         """Give the group up: it counts as finished and is not tried again."""
         k = self._keys
-        await self._abandon([k.leases, k.holders, k.attempts, k.groups], [claim.number, claim.holder])
+        await self._abandon([k.leases, k.holders, k.attempts, k.failures, k.groups], [claim.number, claim.holder])
 
 
 class GroupReader:
-    """The trainer's side: read groups in order, finish them after the step that used them (law 5)."""
+    """The trainer's side: read groups in order, finish them after the step that used them (law 5).
 
-    def __init__(self, client: redis.Redis, keys: Keys, consumer: str) -> None:
-        self._client, self._keys, self._consumer = client, keys, consumer
+    Args:
+        client: of Redis. One thread may read while another finishes.
+        keys: of the run.
+        consumer: who reads; a trainer that comes back under the same name is given what it had not finished.
+        on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it counts as finished.
+    """
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, consumer: str, on_unreadable: Callable[[str, CodecError], None]
+    ) -> None:  # fmt: skip
+        self._client, self._keys, self._consumer, self._on_unreadable = client, keys, consumer, on_unreadable
         self._finish = client.register_script(_FINISH)
         self._given: set[str] = set()  # handed out by read and not finished
         self._backlog = "0"  # what was delivered to us and not finished, from before we started
+        # Held while the backlog is read, and while entries are finished: an answer that still lists an entry must not
+        # be looked at after that entry was finished, or it would be handed out again.
+        self._lock = threading.Lock()
         ensure_group(client, keys.trajectories, TRAINER_GROUP)
 
     def read(self, block_ms: int) -> tuple[str, Group] | None:
@@ -146,36 +174,63 @@ class GroupReader:
 
         A trainer that comes back is first given again what it had not finished. An entry that the server handed out
         in an answer that was lost on the way (a connection cut at that moment) comes when nothing newer does.
-
-        Raises:
-            CodecError: the entry is not a group of a known schema.
         """
         while True:
-            reply = cast(
-                Reply,
-                self._client.xreadgroup(
-                    TRAINER_GROUP, self._consumer, {self._keys.trajectories: self._backlog}, count=1, block=block_ms
-                ),
-            )
-            entries = reply[0][1] if reply else []
-            if entries:
-                entry, fields = entries[0][0].decode(), entries[0][1]
-                if self._backlog != ">":
-                    self._backlog = entry
-                if not fields:  # removed from the stream while it was pending: nobody can use it any more
-                    self.finish([entry])
-                elif entry not in self._given:
-                    self._given.add(entry)
-                    return entry, decode_group(fields)
-            elif self._backlog != ">":
-                self._backlog = ">"
-            elif self._pending() > len(self._given):
-                self._backlog = "0"
+            if self._backlog == ">":
+                found = self._next(block_ms)
             else:
-                return None
+                with self._lock:
+                    found = self._next(block_ms)
+            if found is None:
+                if self._backlog != ">":
+                    self._backlog = ">"
+                elif self._pending() > len(self._given):
+                    self._backlog = "0"
+                else:
+                    return None
+                continue
+            entry, fields = found
+            if fields is None:
+                continue
+            try:
+                return entry, decode_group(fields)
+            except CodecError as error:
+                self.finish([entry])
+                self._on_unreadable(entry, error)
 
-    def finish(self, entries: Sequence[str]) -> int:
-        """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent."""
+    def _next(self, block_ms: int) -> tuple[str, dict[bytes, bytes] | None] | None:
+        """The next entry, now counted as given; without fields if there is nothing to do with it. None: no more."""
+        stream, backlog = self._keys.trajectories, self._backlog
+        reply = cast(
+            Reply,
+            self._client.xreadgroup(TRAINER_GROUP, self._consumer, {stream: backlog}, count=1, block=block_ms),
+        )
+        entries = reply[0][1] if reply else []
+        if not entries:
+            return None
+        entry, fields = entries[0][0].decode(), entries[0][1]
+        if self._backlog != ">":
+            self._backlog = entry
+        if not fields:  # removed from the stream while it was pending: nobody can use it any more
+            self._acknowledge([entry])
+            return entry, None
+        if entry in self._given:
+            return entry, None
+        self._given.add(entry)
+        return entry, fields
+
+    def finish(self, entries: Sequence[str], repeated: Sequence[str] = ()) -> int:
+        """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent.
+
+        ``repeated`` are further entries of the same groups: they are acknowledged and count for nothing.
+        """
+        with self._lock:
+            if repeated:
+                self._client.xack(self._keys.trajectories, TRAINER_GROUP, *repeated)
+                self._given.difference_update(repeated)
+            return self._acknowledge(entries) if entries else 0
+
+    def _acknowledge(self, entries: Sequence[str]) -> int:
         finished = int(self._finish([self._keys.trajectories, self._keys.groups], [TRAINER_GROUP, *entries]))
         self._given.difference_update(entries)
         return finished

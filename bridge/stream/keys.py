@@ -12,8 +12,12 @@ key                     type      what
 ``...:leases``          zset      group number -> when its lease ends, ms on the server's clock
 ``...:holders``         hash      group number -> ``<attempt>:<worker>``, the holder of its lease
 ``...:attempts``        hash      group number -> how often it was claimed
+``...:failures``        hash      group number -> how many of those attempts failed of the group's own doing
 ``...:archiver``        string    the archiver's lease: a fencing number
 ``...:archiver:fence``  string    counter of those numbers
+``...:control:<url>``   string    the lease of a generator's one controller: a fencing number
+``...:control:<url>:fence``   string  counter of those numbers
+``...:control:<url>:holder``  string  the worker that has it, or had it last
 ======================= ========= =========================================================================
 """
 
@@ -71,6 +75,16 @@ class Keys(msgspec.Struct, frozen=True):
     @property
     def attempts(self) -> str:
         return self._key("attempts")
+
+    @property
+    def failures(self) -> str:
+        return self._key("failures")
+
+    def control(self, url: str) -> str:
+        return self._key(f"control:{url}")
+
+    def control_fence(self, url: str) -> str:
+        return self._key(f"control:{url}:fence")
 
     @property
     def archiver(self) -> str:

@@ -23,15 +23,19 @@ class EndpointPlugin:
 
     name = "lorabridge"
     required_tasks = ("generate",)
+    _app: FastAPI
 
     def attach_router(self, app: FastAPI) -> None:
         """Put the allowlist in front of every route, before the server accepts anything."""
         from lorabridge.rollout.plugin.doors import PublicDoor
 
         app.add_middleware(PublicDoor, state=app.state)
+        self._app = app
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Check the engine, then open the control door. Raises, and so stops the server, if it cannot do its job."""
+        from lorabridge.rollout.plugin.doors import put_outermost
         from lorabridge.rollout.plugin.start import start
 
+        put_outermost(self._app)
         await start(engine_client, state, args)

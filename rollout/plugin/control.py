@@ -22,6 +22,7 @@ class Control:
             quarantine=self._swapper.quarantine,
             running=self._running(),
             facts=self._facts,
+            fence=self._swapper.fence,
         )
 
     def residencies(self, after: int) -> list[Residency]:

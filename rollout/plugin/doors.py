@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorabridge.bridge.errors import BridgeError, Quarantined, StoreError
+from lorabridge.bridge.errors import BridgeError, DiskFull, Quarantined, StoreError
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.swap import Outdated
 from lorabridge.rollout.wire import GENERATE, SwapRequest
@@ -48,6 +48,12 @@ class PublicDoor:
         if refusal is not None:
             return await _refuse(*refusal)(scope, receive, send)
         return await self._app(scope, _replay(body, receive), send)
+
+
+def put_outermost(app: Starlette) -> None:
+    """Have the public door see a request before whatever else was put in front of the routes: CORS answers preflights
+    by itself. To be called before the first request."""
+    app.user_middleware.sort(key=lambda each: cast(object, each.cls) is not PublicDoor)
 
 
 class _Model(msgspec.Struct):
@@ -133,7 +139,7 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
             return _refuse(409, str(error))
         except msgspec.DecodeError as error:
             return _refuse(400, f"not a swap request: {error}")
-        except StoreError as error:
+        except (StoreError, DiskFull) as error:
             return _refuse(424, error.diagnostics())
         except Quarantined as error:
             return _refuse(503, error.diagnostics())

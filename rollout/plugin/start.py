@@ -62,6 +62,8 @@ def refuse_flags(args: Namespace, environment: Any) -> None:
     wrong = None
     if (args.api_server_count or 1) != 1:
         wrong = "--api-server-count is not 1: only one of them would learn of a swap"
+    elif (getattr(args, "data_parallel_size", 1) or 1) != 1:
+        wrong = "--data-parallel-size is not 1: one label cannot say what each of several engines serves"
     elif not args.enable_lora:
         wrong = "--enable-lora is missing"
     elif not args.enable_scale_out:
@@ -82,7 +84,7 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
     log = FileLog(settings.run.dir / "residency" / f"{instance}.jsonl")
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
     swapper = Swapper(
-        engine, LocalAdapters(store, folder), log, generator=f"{socket.gethostname()}:{args.port}",
+        engine, LocalAdapters(store, folder), log, generator=_url(args),
         instance=instance, kv=settings.generators.kv, slots=config.lora_config.max_loras,
     )  # fmt: skip
     await swapper.begin()
@@ -96,6 +98,12 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
         max_model_len=config.model_config.max_model_len,
     )
     return Control(swapper, log, facts, running=lambda: len(client.output_processor.request_states))
+
+
+def _url(args: Namespace) -> str:
+    """What this generator is called in its records: its public door as this machine's name would reach it."""
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else socket.gethostname()
+    return f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
 
 
 class ControlServer(uvicorn.Server):

@@ -11,12 +11,13 @@ import msgspec
 
 from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
 from lorabridge.bridge.residency import KvMode, Residency, Served
+from lorabridge.bridge.settings import BASE_NAME
 from lorabridge.rollout.plugin.vllm_engine import Engine, PlacementFailed
 from lorabridge.rollout.wire import SwapReply, SwapRequest
 
 
 class Outdated(Exception):
-    """The request names another instance or epoch than this one: its sender must look again."""
+    """The request names another instance or epoch than this one, or an old lease: its sender must look again."""
 
 
 class Adapters(Protocol):
@@ -44,6 +45,7 @@ class Swapper:
 
     Attributes:
         residency: the running epoch.
+        fence: highest lease number seen; a controller with a lower one has been replaced.
         quarantine: why this generator must not sample, or None.
     """
 
@@ -54,6 +56,8 @@ class Swapper:
         self._engine, self._adapters, self._log = engine, adapters, log
         self._slots, self._kv = slots, kv
         self._lock = asyncio.Lock()
+        self._done: tuple[str, SwapReply] | None = None  # the last swap that was asked for by name, and its answer
+        self.fence = 0
         self.quarantine: str | None = None
         self.residency = Residency(
             generator=generator, instance=instance, epoch=0, kv=kv, serves={}, at_ms=time.time_ns() // 1_000_000
@@ -65,30 +69,45 @@ class Swapper:
         await self._engine.label(self.residency.label)
 
     async def swap(self, request: SwapRequest) -> SwapReply:
-        """Serve what is asked for. Asking for what is served already does nothing.
+        """Serve what is asked for. Asking for what is served already does nothing, nor does the same operation again.
 
         Raises:
-            Outdated: another instance or epoch than the request names.
+            Outdated: another instance or epoch than the request names, or the lease of a replaced controller.
             SwapFailed: it is not served; what was served before is served again, or the policy is not served at all.
             Quarantined: neither could be proven; this generator samples no more.
             StoreError: the digest could not be fetched and verified; nothing was paused.
         """
         async with self._lock:
+            if self._done and request.operation == self._done[0]:
+                return self._done[1]
+            if request.fence < self.fence:
+                raise Outdated(f"lease {request.fence} has been replaced by {self.fence}")
+            self.fence = request.fence
             if self.quarantine is not None:
                 raise _quarantined(self.quarantine)
             now = self.residency
+            if request.policy == BASE_NAME:
+                raise SwapFailed(f"{BASE_NAME!r} is what the base model is called", action="Name the policy otherwise")
             wanted = Served(version=request.version, digest=request.digest)
             if request.instance == now.instance and now.serves.get(request.policy) == wanted:
                 return SwapReply(residency=now, phases_ms={})
             if (request.instance, request.epoch) != (now.instance, now.epoch):
                 raise Outdated(f"this is {now.label}, not {request.instance}:{request.epoch}")
             if len(now.serves.keys() | {request.policy}) > self._slots:
-                raise SwapFailed(f"all {self._slots} slots are taken", action="Serve with more --max-loras")
-            return await self._swap(request.policy, wanted, request.kv or self._kv)
+                raise SwapFailed(
+                    f"all {self._slots} slots are taken", action="Raise [generators] max_loras (--max-loras)"
+                )
+            reply = await self._swap(request.policy, wanted, request.kv or self._kv)
+            if request.operation:
+                self._done = request.operation, reply
+            return reply
 
     async def _swap(self, policy: str, wanted: Served, kv: KvMode) -> SwapReply:
         watch = Stopwatch()
-        path = await asyncio.to_thread(self._adapters.link, wanted.digest)
+        try:
+            path = await asyncio.to_thread(self._adapters.link, wanted.digest)
+        except OSError as error:  # a full disk has an error of its own
+            raise SwapFailed(f"{wanted.digest} cannot be kept here: {error}", action="See the server's disk") from error
         watch.lap("fetch")
         failure: PlacementFailed | None = None
         try:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, cast
 
 import pytest
 import redis
 import redis.asyncio
 
-from lorabridge.bridge.errors import CodecError
+from lorabridge.bridge import codec
 from lorabridge.bridge.stream.groups import Claim, GroupQueue, GroupReader, ensure_group
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, TRAINER_GROUP, Keys
 from tests.factories import make_group
-from tests.groups import counts, entered, expire, pending, queue_of
+from tests.groups import counts, entered, expire, pending, queue_of, reader_of
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ async def test_groups_are_numbered_from_0_and_started_only_so_far_ahead(
     assert await queue.claim() is None
     assert await queue.deliver(claims[0], make_group(0))
     assert await queue.claim() is None  # delivered is not finished
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     reader.finish([taken(reader)[0]])
     assert (await claimed(queue)).number == 4
     assert await queue.claim() is None
@@ -169,7 +172,7 @@ async def test_an_abandoned_group_counts_as_finished_once_and_is_not_tried_again
 async def test_a_group_is_read_as_it_was_sent_and_in_order(client: redis.Redis, keys: Keys, queue: GroupQueue) -> None:
     for _ in range(3):
         await delivered(queue)
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     found = reader.read(block_ms=10)
     assert found is not None
     assert found[1] == make_group(0)
@@ -183,7 +186,7 @@ async def test_what_was_sent_before_the_trainer_came_is_read(
     await delivered(queue)
     ensure_group(client, keys.trajectories, TRAINER_GROUP)
     ensure_group(client, keys.trajectories, TRAINER_GROUP)
-    assert taken(GroupReader(client, keys, "trainer"))[1] == 0
+    assert taken(reader_of(client, keys))[1] == 0
 
 
 async def test_nothing_is_acknowledged_before_it_is_finished(
@@ -191,7 +194,7 @@ async def test_nothing_is_acknowledged_before_it_is_finished(
 ) -> None:
     for _ in range(3):
         await delivered(queue)
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     entries = [taken(reader)[0] for _ in range(3)]
     assert pending(client, keys) == 3
     assert counts(client, keys) == (3, 0)
@@ -205,11 +208,11 @@ async def test_a_trainer_that_comes_back_is_given_first_what_it_had_not_finished
 ) -> None:
     for _ in range(4):
         await delivered(queue)
-    before = GroupReader(client, keys, "trainer")
+    before = reader_of(client, keys)
     entries = [taken(before)[0] for _ in range(3)]
     before.finish([entries[1]])
     for _ in range(2):  # and again, if it dies again
-        after = GroupReader(client, keys, "trainer")
+        after = reader_of(client, keys)
         assert [taken(after)[1] for _ in range(2)] == [0, 2]
     assert taken(after)[1] == 3
     assert after.read(block_ms=1) is None
@@ -217,10 +220,10 @@ async def test_a_trainer_that_comes_back_is_given_first_what_it_had_not_finished
 
 async def test_finishing_twice_counts_once(client: redis.Redis, keys: Keys, queue: GroupQueue) -> None:
     await delivered(queue)
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     entry, _ = taken(reader)
     assert [reader.finish([entry, entry]), reader.finish([entry]), reader.finish([])] == [1, 0, 0]
-    assert GroupReader(client, keys, "trainer").finish([entry]) == 0
+    assert reader_of(client, keys).finish([entry]) == 0
     assert reader.finish(["1-1"]) == 0  # never was
     assert counts(client, keys) == (1, 1)
 
@@ -231,7 +234,7 @@ async def test_the_ledgers_group_does_not_take_from_the_trainers(
     await delivered(queue)
     ensure_group(client, keys.trajectories, LEDGER_GROUP)
     client.xreadgroup(LEDGER_GROUP, "archiver", {keys.trajectories: ">"})
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     entry, number = taken(reader)
     assert number == 0
     client.xack(keys.trajectories, LEDGER_GROUP, entry)
@@ -242,7 +245,7 @@ async def test_a_group_whose_delivery_to_the_trainer_was_lost_on_the_way_comes_a
     client: redis.Redis, keys: Keys, queue: GroupQueue
 ) -> None:
     """The server has handed it out; the answer was cut off and the client asked anew, for newer ones."""
-    reader = GroupReader(client, keys, "trainer")
+    reader = reader_of(client, keys)
     for number in range(3):
         await delivered(queue)
         if number == 1:
@@ -260,25 +263,80 @@ async def test_an_entry_removed_while_it_was_in_hand_does_not_hold_up_the_run(
 ) -> None:
     for _ in range(2):
         await delivered(queue)
-    before = GroupReader(client, keys, "trainer")
+    before = reader_of(client, keys)
     entry, _ = taken(before)
     client.xdel(keys.trajectories, entry)
-    after = GroupReader(client, keys, "trainer")
+    after = reader_of(client, keys)
     assert taken(after)[1] == 1
     assert after.read(block_ms=1) is None
     assert counts(client, keys) == (2, 1)
 
 
-async def test_an_unreadable_entry_is_an_error_and_not_the_end(
+async def test_an_unreadable_entry_is_told_of_once_and_holds_nothing_up(
+    client: redis.Redis, keys: Keys, queue: GroupQueue
+) -> None:
+    told: list[str] = []
+    await delivered(queue)
+    garbage = cast(bytes, client.xadd(keys.trajectories, {"body": b"garbage"})).decode()
+    await delivered(queue)
+    for _ in range(2):
+        reader = GroupReader(client, keys, "trainer", lambda entry, error: told.append(f"{entry} {error}"))
+        assert [taken(reader)[1] for _ in range(2)] == [0, 1]
+        assert reader.read(block_ms=1) is None
+    (once,) = told
+    assert once.startswith(garbage)
+    assert "not a readable Group" in once
+
+
+async def test_what_is_finished_while_the_backlog_is_read_is_not_handed_out_again(
     client: redis.Redis, keys: Keys, queue: GroupQueue
 ) -> None:
     await delivered(queue)
-    client.xadd(keys.trajectories, {"body": b"garbage"})
-    await delivered(queue)
-    for _ in range(2):
-        reader = GroupReader(client, keys, "trainer")
-        assert taken(reader)[1] == 0
-        with pytest.raises(CodecError, match="not a readable Group"):
-            reader.read(block_ms=1)
-        assert taken(reader)[1] == 1
-        assert reader.read(block_ms=1) is None
+    reader = reader_of(client, keys)
+    entry, _ = taken(reader)
+    reader._backlog = "0"  # as after an answer that was lost on the way
+    asked, go = threading.Event(), threading.Event()
+    answer = client.xreadgroup
+
+    def slowly(*arguments: Any, **keywords: Any) -> Any:
+        reply = answer(*arguments, **keywords)
+        asked.set()
+        go.wait(10)
+        return reply
+
+    client.xreadgroup = slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(reader.read, 1)
+        assert asked.wait(10)
+        finishing = threads.submit(reader.finish, [entry])
+        wait([finishing], timeout=0.2)  # time to slip in between, if it could
+        go.set()
+        assert finishing.result(10) == 1
+        assert reading.result(10) is None
+    assert counts(client, keys) == (1, 1)
+
+
+async def test_a_repeated_entry_is_acknowledged_and_counts_for_nothing(
+    client: redis.Redis, keys: Keys, queue: GroupQueue
+) -> None:
+    claim = await delivered(queue)
+    client.xadd(keys.trajectories, {"body": codec.encode(make_group(claim.number))})
+    reader = reader_of(client, keys)
+    first, second = taken(reader)[0], taken(reader)[0]
+    reader.finish([first], [second])
+    assert counts(client, keys) == (1, 1)
+    assert pending(client, keys) == 0
+
+
+async def test_only_failures_of_the_group_itself_are_counted(
+    queue: GroupQueue, client: redis.Redis, keys: Keys
+) -> None:
+    claim = await claimed(queue)
+    await queue.release(claim)
+    again = await claimed(queue)
+    assert (again.number, again.attempt, again.failures) == (claim.number, 2, 0)
+    await queue.release(again, failed=True)
+    third = await claimed(queue)
+    assert (third.number, third.attempt, third.failures) == (claim.number, 3, 1)
+    assert await queue.deliver(third, make_group(third.number, third.attempt))
+    assert client.hlen(keys.failures) == 0

@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
-from lorabridge.bridge.stream.groups import Claim, GroupReader
+from lorabridge.bridge.stream.groups import Claim
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
 from tests.factories import make_group
-from tests.groups import counts, entered, expire, queue_of
+from tests.groups import counts, entered, expire, queue_of, reader_of
 
 
 class Groups(RuleBasedStateMachine):
@@ -33,7 +33,7 @@ class Groups(RuleBasedStateMachine):
         self.keys = Keys(run)
         self.client.delete(*cast(list[bytes], self.client.keys(f"{{lorabridge:{run}}}:*")) or [b"none"])
         self.queues = [queue_of(self.async_client, self.keys, f"worker {n}", self.ahead) for n in range(2)]
-        self.reader = GroupReader(self.client, self.keys, "trainer")
+        self.reader = reader_of(self.client, self.keys)
         self.claims: list[Claim] = []
         self.holder: dict[int, Claim] = {}  # who may deliver a group
         self.free: set[int] = set()  # groups whose lease has ended
@@ -111,7 +111,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_starts_again(self) -> None:
-        self.reader = GroupReader(self.client, self.keys, "trainer")
+        self.reader = reader_of(self.client, self.keys)
         self.in_hand.clear()
 
     @precondition(lambda self: self.in_hand or self.finished)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ from tests.e2e.server import Server
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 4
-SAMPLES = 16
+SAMPLES = 16  # per rank and step
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +44,22 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSection]:
         yield section
 
 
-def configuration(server: Server, base: Path, valkey: RedisSection, folder: Path, processes: int) -> Settings:
-    """A small run that attaches to the session's server."""
+def configuration(server: Server, base: Path, valkey: RedisSection, folder: Path, name: str) -> Settings:
+    """A small run, of one rank by its file, that attaches to the session's server."""
     return Settings(
-        run=RunSection(id=f"loop-{processes}", dir=folder / "run"),
+        run=RunSection(id=name, dir=folder / "run"),
         model=ModelSection(path=str(base)),
-        policy=PolicySection(name=f"letters-{processes}", rank=RANK),
+        policy=PolicySection(name=name, rank=RANK),
         redis=valkey,
         store=StoreSection(url=server.settings.store_url),
         trainer=TrainerSection(
-            nproc_per_node=processes,
             max_steps=STEPS,
-            per_device_train_batch_size=SAMPLES // processes,
+            per_device_train_batch_size=SAMPLES,
             learning_rate=2e-3,
             threads=1,
         ),
         rollout=RolloutSection(
-            environment="tests.e2e.letters:environment", num_generations=4, max_completion_length=24, concurrency=4,
-            groups_ahead=8,
+            environment="tests.e2e.letters:environment", num_generations=4, max_completion_length=24, concurrency=4
         ),
         generators=GeneratorsSection(
             urls=(server.url,), control=(server.control,), token_file=server.settings.token_file
@@ -67,19 +67,14 @@ def configuration(server: Server, base: Path, valkey: RedisSection, folder: Path
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_loop_trains_publishes_samples_and_audits_clean(
-    processes: int, server: Server, base: Path, valkey: RedisSection, tmp_path: Path
+def test_up_trains_publishes_samples_and_audits_clean(
+    server: Server, base: Path, valkey: RedisSection, tmp_path: Path
 ) -> None:
-    settings = configuration(server, base, valkey, tmp_path, processes)
+    settings = configuration(server, base, valkey, tmp_path, "loop")
     file = tmp_path / "loop.toml"
     file.write_text(to_toml(settings))
-
-    done = subprocess.run(
-        [sys.executable, "-m", "lorabridge.bridge.cli", "up", "--config", str(file), "--json"],
-        capture_output=True, text=True, timeout=800, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
+    done = subprocess.run(command("up", "--config", file, "--json"), capture_output=True, text=True, timeout=800,
+                          check=False, env=ENVIRONMENT)  # fmt: skip
 
     logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in (tmp_path / "run/logs").glob("*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
@@ -89,10 +84,50 @@ def test_the_loop_trains_publishes_samples_and_audits_clean(
     assert summary["dropped"] == 0
     assert summary["tokens_refuted"] == 0
     assert summary["tokens_audited"] == summary["tokens"] > 0
-    _check_ledger(settings)
+    _check_ledger(settings, SAMPLES)
 
 
-def _check_ledger(settings: Settings) -> None:
+def test_each_process_by_itself_with_two_ranks_that_only_the_trainer_was_told_of(
+    server: Server, base: Path, valkey: RedisSection, tmp_path: Path
+) -> None:
+    settings = configuration(server, base, valkey, tmp_path, "ranks")
+    settings.run.dir.mkdir()
+    file = settings.run.dir / "config.toml"
+    file.write_text(to_toml(settings))
+    with (
+        running(tmp_path / "archiver.log", "archiver", "--config", file) as archiver,
+        running(tmp_path / "worker.log", "worker", "--config", file) as worker,
+    ):
+        train = ("train", "--nproc-per-node", "2", "--config", file)
+        with running(tmp_path / "train.log", *train) as trainer:
+            assert trainer.wait(600) == 0, (tmp_path / "train.log").read_text()[-3000:]
+        for process in (worker, archiver):
+            process.terminate()
+            assert process.wait(60) == 0
+    audited = subprocess.run(command("audit", "--run", settings.run.dir, "--json"), capture_output=True, text=True,
+                             check=False, env=ENVIRONMENT)  # fmt: skip
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    _check_ledger(settings, 2 * SAMPLES)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "lorabridge.bridge.cli", *map(str, arguments)]
+
+
+@contextmanager
+def running(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A lorabridge command, ended with the block if it has not by then."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command(*arguments), stdout=output, stderr=output, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+
+
+def _check_ledger(settings: Settings, samples: int) -> None:
     """Laws 1, 2, 5 and 6, as the run left them."""
     ledger = Ledger(settings.ledger_dir)
     store = open_store(settings.store_url)
@@ -106,5 +141,5 @@ def _check_ledger(settings: Settings) -> None:
     assert len(ids) == len(set(ids))
     happenings = [event.happening for event in ledger.events(Consumed)]
     trained = [id for happening in happenings if isinstance(happening, Consumed) for id in happening.trajectories]
-    assert len(trained) == len(set(trained)) == STEPS * SAMPLES
+    assert len(trained) == len(set(trained)) == STEPS * samples
     assert set(trained) <= set(ids)

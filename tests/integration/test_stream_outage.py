@@ -12,10 +12,11 @@ import pytest
 
 from lorabridge.bridge.errors import StreamRefused, StreamUnreachable
 from lorabridge.bridge.stream.connection import connect, connect_async, errors
-from lorabridge.bridge.stream.groups import GroupQueue, GroupReader, decode_group
+from lorabridge.bridge.stream.groups import GroupQueue, decode_group
 from lorabridge.bridge.stream.head import move_head, read_head
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
 from tests.factories import make_group, make_manifest
+from tests.groups import reader_of
 from tests.servers import RedisServer, redis_binary, valkey_binary
 
 GROUPS = 150
@@ -43,7 +44,7 @@ class Trainer(threading.Thread):
 
     def run(self) -> None:
         with connect(self._server.section) as client:
-            reader = GroupReader(client, self._keys, "trainer")
+            reader = reader_of(client, self._keys)
             while len(self.trained) < GROUPS:
                 found = reader.read(block_ms=200)
                 if found is None:
@@ -106,7 +107,7 @@ def test_a_run_outlives_its_server_and_every_group_is_trained_on_once(server: Re
         assert len(set(trainer.read)) == len(entries)
         # What was acknowledged stayed so: nothing of it is given to a trainer that comes back.
         assert cast(dict[str, int], client.xpending(keys.trajectories, TRAINER_GROUP))["pending"] == 0
-        assert GroupReader(client, keys, "trainer").read(block_ms=1) is None
+        assert reader_of(client, keys).read(block_ms=1) is None
         started, finished = cast(list[bytes], client.hmget(keys.groups, ["started", "finished"]))
         left = int(started) - int(finished)
         assert left == cast(int, client.zcard(keys.leases))  # only claims whose answer was lost are still open
@@ -128,7 +129,7 @@ def test_the_head_and_its_announcements_outlive_the_server(server: RedisServer, 
 def test_a_reader_that_waits_when_the_server_dies_gets_what_comes_afterwards(server: RedisServer, keys: Keys) -> None:
     found: list[object] = []
     with connect(server.section) as client, connect(server.section) as other:
-        reader = GroupReader(client, keys, "trainer")
+        reader = reader_of(client, keys)
 
         def read() -> None:
             while (group := reader.read(block_ms=10_000)) is None:

@@ -156,7 +156,7 @@ def test_a_call_is_given_up_after_the_outage_however_often_it_fails_and_reconnec
 
 @pytest.mark.parametrize("outage_s", [1, 7200])
 def test_an_async_call_is_given_up_after_the_outage(clock: Clock, outage_s: int) -> None:
-    retry = connection._AsyncRetry(outage_s)
+    retry = connection._AsyncRetry(outage_s, lambda: False)
 
     async def refused() -> None:
         raise ConnectionError("refused")
@@ -168,6 +168,14 @@ def test_an_async_call_is_given_up_after_the_outage(clock: Clock, outage_s: int)
     with pytest.raises(ConnectionError, match="refused"):
         asyncio.run(retry.call_with_retry(refused, nothing))
     assert outage_s <= clock.now - began <= outage_s + 4
+
+
+def test_a_process_that_is_to_end_waits_no_longer(clock: Clock) -> None:
+    stopping: list[bool] = []
+    patience = connection.Patience(7200, lambda: bool(stopping))
+    assert patience(ConnectionError())
+    stopping.append(True)
+    assert not patience(ConnectionError())
 
 
 def test_an_outage_that_ends_is_not_noticed_by_the_caller(clock: Clock) -> None:

@@ -15,9 +15,10 @@ from tests.factories import BASE, digest_of, make_run_record
 
 OTHER: dict[str, Any] = {
     "run": "elsewhere", "policy": "other", "num_generations": 4, "eos_ids": (0,), "environment": digest_of("edited"),
-    "seed": 1, "groups_per_step": 4,
+    "seed": 1,
 }  # fmt: skip
-NOT_A_WORKERS = {"rank", "schema"}  # what the servers must take, and what the codec already refused
+# What the servers must take, what only the trainer decides, and what the codec already refused.
+NOT_A_WORKERS = {"rank", "epoch", "groups_ahead", "schema"}
 
 
 def test_the_same_record_joins() -> None:

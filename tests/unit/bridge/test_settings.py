@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.options import settings_of
-from lorabridge.bridge.settings import RolloutSection, Settings, load, to_toml
+from lorabridge.bridge.settings import GeneratorsSection, RolloutSection, Settings, load, to_toml
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,19 @@ def test_an_override_of_another_form_is_refused_with_an_example(override: str) -
         ("[redis]\noutage_s = nan", "redis.outage_s = nan", "Correct"),
         ("run = 5", "run = 5", "Correct"),
         ("[rollout]\ntemperature = -1", "rollout.temperature = -1", "Correct"),
+        ("[policy]\nname = 'base'", "policy.name = 'base': that is what servers call the base model", "Correct"),
+        (
+            "[generators]\nurls = ['host:1']",
+            "generators.urls = ['host:1']: 'host:1' is not http://host:port",
+            "Correct",
+        ),
+        (
+            "[generators]\ncontrol = ['x']",
+            "generators.control = ['x']: 'x' is not http://host:port or unix:",
+            "Correct",
+        ),
+        ("[trainer.extra]\nseed = 1", "trainer.extra = {'seed': 1}: seed is decided by [run] seed", "Correct"),
+        ("[rollout]\ngroups_ahead = 9", "rollout.groups_ahead is 9, and training would wait for ever", "Correct"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_the_next_step(
@@ -138,6 +151,33 @@ def test_the_places_of_a_run_follow_its_folder_unless_they_are_given(tmp_path: P
     assert (inside.store_url, inside.ledger_dir) == (str(tmp_path / "store"), tmp_path / "ledger")
     outside = load(None, [f"run.dir={tmp_path}", "store.url=file:///elsewhere", "ledger.dir=/ledger"])
     assert (outside.store_url, outside.ledger_dir) == ("file:///elsewhere", Path("/ledger"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "accumulation", "size", "least"),
+    [(64, 1, 1, 8, 16), (64, 2, 1, 8, 32), (16, 1, 4, 8, 10), (12, 1, 1, 8, 4), (4, 1, 1, 16, 2)],
+)
+def test_so_many_groups_must_be_under_way_for_a_step_to_end(
+    batch: int, ranks: int, accumulation: int, size: int, least: int
+) -> None:
+    overrides = [
+        f"trainer.per_device_train_batch_size={batch}", f"trainer.nproc_per_node={ranks}",
+        f"trainer.gradient_accumulation_steps={accumulation}", f"rollout.num_generations={size}",
+    ]  # fmt: skip
+    settings = load(None, overrides)
+    assert settings.least_groups_ahead == least < settings.groups_ahead
+    assert load(None, [*overrides, f"rollout.groups_ahead={least}"]).groups_ahead == least
+    with pytest.raises(ConfigError, match=f"so {least} groups must be under way"):
+        load(None, [*overrides, f"rollout.groups_ahead={least - 1}"])
+
+
+def test_each_server_of_a_run_has_doors_of_its_own() -> None:
+    section = GeneratorsSection(port=9000, control_port=9001)
+    assert section.doors(0) == ("http://127.0.0.1:9000", "http://127.0.0.1:9001")
+    assert section.doors(2) == ("http://127.0.0.1:9004", "http://127.0.0.1:9005")
+    unix = GeneratorsSection(host="::1", control_host="unix:/run/x")
+    assert [unix.doors(place)[1] for place in (0, 1)] == ["unix:/run/x", "unix:/run/x.1"]
+    assert unix.doors(0)[0] == "http://[::1]:8000"
 
 
 def test_sampling_parameters_are_those_of_the_section() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +59,37 @@ async def test_a_function_that_returns_another_number_of_rewards_is_named() -> N
 
     with pytest.raises(ValueError, match="short returned 1 rewards for 2"):
         await score([short], {"prompt": "p"}, ["a", "b"], [[1], [2]])
+
+
+async def test_a_reward_that_is_no_number_counts_as_none() -> None:
+    def odd(**_: Any) -> list[float]:
+        return [float("nan"), float("inf"), 1]
+
+    assert await score([odd], {"prompt": "p"}, ["a", "b", "c"], [[1], [2], [3]]) == [
+        {"odd": None}, {"odd": None}, {"odd": 1.0}
+    ]  # fmt: skip
+
+
+async def test_a_function_that_takes_its_time_holds_nobody_up() -> None:
+    go = threading.Event()
+
+    def slow(**_: Any) -> list[float]:
+        assert go.wait(30)
+        return [1.0]
+
+    scoring = asyncio.create_task(score([slow], {"prompt": "p"}, ["a"], [[1]]))
+    await asyncio.sleep(0)
+    go.set()  # nobody would, if the loop were held
+    assert await scoring == [{"slow": 1.0}]
+
+
+def test_a_task_that_fails_when_it_is_imported_is_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_broken_task.py").write_text("{}['answer']")
+    with pytest.raises(ConfigError, match="fails when it is imported: KeyError: 'answer'"):
+        load_environment("a_broken_task:environment")
 
 
 def test_advantages_are_centred_and_scaled_over_the_scored() -> None:

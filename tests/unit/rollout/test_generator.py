@@ -14,8 +14,10 @@ from lorabridge.bridge.errors import (
     BridgeError,
     GeneratorError,
     GeneratorUnreachable,
+    NotServed,
     PluginMissing,
     Quarantined,
+    RequestRefused,
     SwapFailed,
     TokenRefused,
 )
@@ -63,7 +65,8 @@ async def hanging_up(request: web.Request) -> web.Response:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (401, TokenRefused), (404, GeneratorError), (409, Moved), (422, SwapFailed), (424, SwapFailed),
+        (400, RequestRefused), (401, TokenRefused), (404, NotServed), (413, RequestRefused), (409, Moved),
+        (422, SwapFailed), (424, SwapFailed),
         (503, Quarantined), (500, GeneratorError),
     ],
 )  # fmt: skip
@@ -85,11 +88,16 @@ async def test_a_swap_sends_the_token_and_names_instance_epoch_and_digest() -> N
 
     manifest = make_manifest(7)
     async with generator(swap=swap) as client:
-        assert (await client.swap(manifest, now)).residency == now
-    assert seen == [
-        f"Bearer {TOKEN}",
-        {"policy": "policy", "version": 7, "digest": manifest.digest, "instance": "instance", "epoch": 3, "kv": None},
-    ]
+        assert (await client.swap(manifest, now, fence=4)).residency == now
+        await client.swap(manifest, now)
+    token, first, _, second = seen
+    assert token == f"Bearer {TOKEN}"
+    assert isinstance(first, dict) and isinstance(second, dict)
+    assert first.pop("operation") != second.pop("operation")
+    assert first == {
+        "policy": "policy", "version": 7, "digest": manifest.digest, "instance": "instance", "epoch": 3, "kv": None,
+        "fence": 4,
+    }  # fmt: skip
 
 
 async def test_a_connection_that_is_lost_is_a_passing_failure_and_not_a_missing_plugin() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from lorabridge.bridge.errors import GeneratorError
-from lorabridge.bridge.settings import load
+from lorabridge.bridge.errors import GeneratorError, PortTaken
+from lorabridge.bridge.settings import GeneratorsSection, load
 from lorabridge.rollout.plugin.start import refuse_flags
-from lorabridge.rollout.serve import ATTEST, Command, vllm_command, with_environment
+from lorabridge.rollout.serve import ATTEST, Command, check_doors, vllm_command, with_environment
 
 
 def command(*overrides: str, on_cpu: bool = True) -> Command:
@@ -62,6 +63,7 @@ GOOD = {"api_server_count": 1, "enable_lora": True, "enable_scale_out": True, "w
     ("flags", "environment", "named"),
     [
         ({"api_server_count": 2}, {}, "--api-server-count"),
+        ({"data_parallel_size": 2}, {}, "--data-parallel-size"),
         ({"enable_lora": False}, {}, "--enable-lora"),
         ({"enable_scale_out": False}, {}, "--enable-scale-out"),
         ({"worker_extension_cls": ""}, {}, "--worker-extension-cls"),
@@ -75,3 +77,12 @@ def test_a_server_started_otherwise_is_refused_at_start(
     refuse_flags(Namespace(**GOOD), {})
     with pytest.raises(GeneratorError, match=named):
         refuse_flags(Namespace(**{**GOOD, **flags}), environment)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_that_is_taken_is_named_before_anything_is_loaded(host: str) -> None:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"{host}:{port}"):
+            check_doors(GeneratorsSection(host=host, port=port, control_host="unix:/nowhere"))
+    check_doors(GeneratorsSection(host=host, port=port, control_host="unix:/nowhere"))

@@ -91,6 +91,40 @@ def test_the_training_thread_hears_of_a_failed_publish_at_the_next_one(bench: Be
         publisher.publish(2, step=1, since=0.0)
 
 
+def test_after_a_failure_nothing_more_is_published(bench: Bench) -> None:
+    publisher, go = bench.publisher(), threading.Event()
+
+    def fails() -> Adapter:
+        assert go.wait(30)
+        raise DiskFull("no room left", action="Free some space")
+
+    publisher.publish(fails, step=0, since=0.0)
+    publisher.publish(2, step=1, since=0.0)  # queued already when the first one fails
+    go.set()
+    with pytest.raises(DiskFull):
+        publisher.close()
+    assert bench.store.newest("policy") is None
+
+
+def test_a_publisher_that_is_abandoned_publishes_nothing_that_was_queued(bench: Bench) -> None:
+    publisher, started, go = bench.publisher(), threading.Event(), threading.Event()
+
+    def slowly() -> Adapter:
+        started.set()
+        assert go.wait(30)
+        return make_adapter(1)
+
+    publisher.publish(slowly, step=0, since=0.0)
+    publisher.publish(2, step=1, since=0.0)
+    assert started.wait(30)
+    publisher.abandon()
+    go.set()
+    publisher._thread.shutdown(wait=True)
+    newest = bench.store.newest("policy")
+    assert newest is not None
+    assert newest.version == 1
+
+
 def test_publishing_does_not_wait_for_the_store(bench: Bench) -> None:
     publisher, go = bench.publisher(), threading.Event()
 

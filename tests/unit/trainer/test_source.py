@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.trajectory import Group, Trajectory
 from lorabridge.trainer.source import Sample, TrajectorySource, as_sample
-from tests.factories import make_group, make_span, make_trajectory, make_turn
+from tests.factories import make_group, make_manifest, make_span, make_trajectory, make_turn
 
-STEPS = {("policy", version): version - 1 for version in range(1, 100)}
+EPOCH = 3
 
 
 class FakeReader:
@@ -23,24 +25,36 @@ class FakeReader:
     def __init__(self, groups: list[Group]) -> None:
         self.waiting = [(str(number), group) for number, group in enumerate(groups)]
         self.finished: list[str] = []
+        self.repeated: list[str] = []
 
     def read(self, block_ms: int) -> tuple[str, Group] | None:
         return self.waiting.pop(0) if self.waiting else None
 
-    def finish(self, entries: list[str]) -> int:
+    def finish(self, entries: list[str], repeated: Sequence[str] = ()) -> int:
         self.finished += entries
+        self.repeated += repeated
         return len(entries)
 
 
 class Bench:
-    def __init__(self, groups: list[Group], lag_max: int = 100) -> None:
+    def __init__(self, groups: list[Group], lag_max: int = 100, per_step: int = 4, old: int = 0) -> None:
         self.reader = FakeReader(groups)
         self.dropped: list[str] = []
+        self.reasons: set[str] = set()
+        self.old = old  # versions up to this one are of an earlier trainer
         reader: Any = self.reader
         self.source = TrajectorySource(
-            reader=reader, ahead=1000, step_of=lambda policy, version: STEPS[policy, version], lag_max=lag_max,
-            on_dropped=lambda trajectory: self.dropped.append(trajectory.id), clock_s=lambda: 0.0,
+            reader=reader, ahead=1000, per_step=per_step, manifest_of=self.manifest, epoch=EPOCH, lag_max=lag_max,
+            on_dropped=self.on_dropped, clock_s=lambda: 0.0,
         )  # fmt: skip
+
+    def manifest(self, policy: str, version: int) -> Manifest:
+        """Version n was made at step n - 1."""
+        return make_manifest(version, epoch=EPOCH if version > self.old else EPOCH - 1)
+
+    def on_dropped(self, trajectory: Trajectory, reason: str) -> None:
+        self.dropped.append(trajectory.id)
+        self.reasons.add(reason)
 
     def take(self, count: int) -> list[Sample]:
         """What TRL's dataset takes from the buffer, the stale dropped."""
@@ -95,19 +109,49 @@ def test_a_group_delivered_again_while_it_is_held_is_not_trained_twice() -> None
     assert bench.source.rollout_buffer.empty()
 
 
-def test_what_is_too_old_when_it_is_taken_is_dropped_counted_and_acknowledged() -> None:
-    bench = Bench([make_group(0), make_group(1)], lag_max=2)
+def test_every_entry_of_a_group_that_came_twice_is_finished_and_only_one_counts() -> None:
+    bench = Bench([make_group(0, size=4), make_group(0, size=4), make_group(1, size=4)])
     bench.source.start()
-    for trajectory in [s.trajectory for s in bench.take(2)]:
-        bench.source.collated([trajectory])
-        bench.source.trained()
-    for _ in range(4):  # four steps later, version 1 is four steps old
-        bench.source.end_step()
+    _train(bench, 4)
+    assert (bench.reader.finished, bench.reader.repeated) == (["0"], ["1"])
+    bench.source.stop()
+
+
+def test_a_group_that_comes_again_after_it_was_trained_on_is_not_trained_on_again() -> None:
+    bench = Bench([make_group(0, size=4)])
+    bench.source.start()
+    _train(bench, 4)
+    bench.reader.waiting += [("1", make_group(0, size=4)), ("2", make_group(1, size=4))]
+    assert {s.group_id for s in bench.take(4)} == {1}
+    assert (bench.reader.finished, bench.reader.repeated) == (["0"], ["1"])
+    bench.source.stop()
+
+
+def test_what_an_earlier_trainers_version_sampled_is_dropped_with_that_reason() -> None:
+    new = make_trajectory(1, turns=(make_turn((make_span(3, 0, 4),)),))
+    groups = [make_group(0), Group(group=1, attempt=1, worker="w", trajectories=(new,))]
+    bench = Bench(groups, old=1)  # group 0 has tokens of version 1, and of version 2
+    bench.source.start()
+    (sample,) = bench.take(1)
+    assert sample.group_id == 1
+    assert bench.dropped == ["run/0.1/0", "run/0.1/1"]
+    assert bench.reasons == {"of an earlier trainer"}
+    assert bench.reader.finished == ["0"]
+    bench.source.stop()
+
+
+def test_what_would_be_too_old_when_it_is_trained_on_is_dropped_counted_and_acknowledged() -> None:
+    groups = [make_group(number, size=4) for number in range(5)]  # version 1, made at step 0
+    bench = Bench(groups, lag_max=2)
+    bench.source.start()
+    # Read ahead, before any step was taken: the fourth group would be trained on at step 3.
+    assert [s.group_id for s in bench.take(12)] == [0] * 4 + [1] * 4 + [2] * 4
     with pytest.raises(queue.Empty):
         while True:
             assert not bench.source.admit(bench.source.rollout_buffer.get(timeout=0.5))
-    assert bench.dropped == ["run/1.1/0", "run/1.1/1"]
-    assert bench.reader.finished == ["0", "1"]
+    assert bench.dropped == [f"run/{group}.1/{index}" for group in (3, 4) for index in range(4)]
+    assert bench.reasons == {"too old"}
+    assert bench.reader.finished == ["3", "4"]
     bench.source.stop()
 
 
@@ -155,6 +199,12 @@ def test_a_sample_has_one_entry_per_token_of_prompt_and_completion() -> None:
     assert sample.metrics["reward"] == 1.0
     assert sample.metrics["rewards/right"] == 1.0
     assert np.isnan(sample.metrics["rewards/short"])
+
+
+def _train(bench: Bench, count: int) -> None:
+    bench.source.collated([s.trajectory for s in bench.take(count)])
+    bench.source.trained()
+    bench.source.end_step()
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 7))

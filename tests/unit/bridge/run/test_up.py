@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from lorabridge.bridge.errors import ConfigError, MachineError
-from lorabridge.bridge.run.up import PASSWORD, _alone, check_installed, resolved, write_configuration
+from lorabridge.bridge.run.up import (
+    PASSWORD,
+    _alone,
+    check_installed,
+    check_new,
+    resolved,
+    without_password,
+    write_configuration,
+)
 from lorabridge.bridge.settings import Settings, load
 
 
@@ -51,6 +59,27 @@ def test_the_configuration_that_is_left_is_the_one_that_ran(tmp_path: Path) -> N
     text = (tmp_path / "x/config.toml").read_text()
     assert "secret" not in text
     assert load(tmp_path / "x/config.toml").model_dump() == run.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("url", "without", "password"),
+    [
+        ("redis://u:p%40ss@host:1/0", "redis://u@host:1/0", "p@ss"),
+        ("redis://host/0?password=p%26s&protocol=3", "redis://host/0?protocol=3", "p&s"),
+        ("unix://u@/run/redis.sock?db=1&password=x", "unix://u@/run/redis.sock?db=1", "x"),
+        ("redis://u:one@host/0?password=two", "redis://u@host/0", "one"),
+        ("rediss://host", "rediss://host", None),
+    ],
+)
+def test_a_password_is_taken_out_of_the_url_wherever_it_stands(url: str, without: str, password: str | None) -> None:
+    assert without_password(url) == (without, password)
+
+
+def test_a_folder_with_a_finished_run_is_not_used_again(tmp_path: Path) -> None:
+    check_new(tmp_path)
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        check_new(tmp_path)
 
 
 def test_the_control_token_is_its_owners_and_stays(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.datastructures import State
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -33,6 +35,7 @@ class FakeSwapper:
 
     def __init__(self) -> None:
         self.quarantine: str | None = None
+        self.fence = 0
         self.residency = make_residency(3, 1)
         self.answer: Exception | None = None
         self.asked: list[SwapRequest] = []
@@ -75,6 +78,17 @@ def public(control: Control) -> TestClient:
 @pytest.fixture
 def private(control: Control) -> TestClient:
     return TestClient(control_app(control, TOKEN), headers={"Authorization": f"Bearer {TOKEN}"})
+
+
+def test_not_even_a_preflight_is_answered_by_somebody_in_front_of_the_door(control: Control) -> None:
+    app = Starlette()
+    app.state.lorabridge = control
+    app.add_middleware(PublicDoor, state=app.state)
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])  # as vLLM does, after plugins have had their turn
+    doors.put_outermost(app)
+    preflight = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    assert TestClient(app).options("/v1/models", headers=preflight).status_code == 403
+    assert TestClient(app).options(GENERATE, headers=preflight).status_code == 403
 
 
 @given(

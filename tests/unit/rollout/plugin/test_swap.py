@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -71,9 +72,12 @@ class FakeEngine:
 class FakeAdapters:
     def __init__(self) -> None:
         self.missing: set[str] = set()
+        self.disk: OSError | None = None
         self.count = 0
 
     def link(self, digest: str) -> Path:
+        if self.disk:
+            raise self.disk
         if digest in self.missing:
             raise DigestMissing(f"{digest} is not in the store", action="Publish it")
         self.count += 1
@@ -101,10 +105,12 @@ class Bench:
         self.log = FakeLog(self.engine)
         self.swapper = Swapper(self.engine, self.adapters, self.log, generator="g", instance="i", kv=kv, slots=slots)
 
-    def request(self, version: int, policy: str = "p", kv: KvMode | None = None) -> SwapRequest:
+    def request(
+        self, version: int, policy: str = "p", kv: KvMode | None = None, fence: int = 0, operation: str = ""
+    ) -> SwapRequest:  # fmt: skip
         return SwapRequest(
             policy=policy, version=version, digest=digest_of(str(version)), instance="i",
-            epoch=self.swapper.residency.epoch, kv=kv,
+            epoch=self.swapper.residency.epoch, kv=kv, fence=fence, operation=operation,
         )  # fmt: skip
 
 
@@ -256,3 +262,47 @@ async def test_whatever_fails_no_slot_is_sampled_from_that_was_not_proven(
     assert all(bench.log.before_label)
     assert [r.label for r in bench.log.records] == bench.engine.labels
     assert {p: s.digest for p, s in bench.swapper.residency.serves.items()} == bench.engine.slots
+
+
+async def test_a_controller_that_was_replaced_can_swap_no_more() -> None:
+    bench = Bench()
+    await bench.swapper.begin()
+    await bench.swapper.swap(bench.request(1, fence=7))
+    with pytest.raises(Outdated, match="lease 6 has been replaced by 7"):
+        await bench.swapper.swap(bench.request(2, fence=6))
+    with pytest.raises(Outdated):
+        await bench.swapper.swap(bench.request(2))
+    assert bench.swapper.residency.serves == {"p": served(1)}
+    await bench.swapper.swap(bench.request(2, fence=8))
+    assert (bench.swapper.residency.serves, bench.swapper.fence) == ({"p": served(2)}, 8)
+
+
+async def test_an_operation_repeated_is_the_same_swap_also_while_it_runs() -> None:
+    bench = Bench()
+    await bench.swapper.begin()
+    request = bench.request(1, fence=1, operation="once")
+    first, second = await asyncio.gather(bench.swapper.swap(request), bench.swapper.swap(request))
+    assert first == second == await bench.swapper.swap(request)
+    assert len(bench.engine.paths) == 1
+    await bench.swapper.swap(bench.request(2, fence=1, operation="twice"))
+    with pytest.raises(Outdated):  # a late repetition of what was done before something else
+        await bench.swapper.swap(request)
+
+
+async def test_a_disk_that_fails_changes_nothing() -> None:
+    bench = Bench()
+    await bench.swapper.begin()
+    await bench.swapper.swap(bench.request(1))
+    bench.adapters.disk = PermissionError(13, "Permission denied")
+    before = list(bench.engine.calls)
+    with pytest.raises(SwapFailed, match="Permission denied"):
+        await bench.swapper.swap(bench.request(2))
+    assert bench.engine.calls == before
+    assert bench.swapper.residency.serves == {"p": served(1)}
+
+
+async def test_no_policy_takes_the_bases_name() -> None:
+    bench = Bench()
+    await bench.swapper.begin()
+    with pytest.raises(SwapFailed, match="the base model is called"):
+        await bench.swapper.swap(bench.request(1, policy="base"))

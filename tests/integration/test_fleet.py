@@ -1,0 +1,158 @@
+"""Generators as a worker keeps them: swapped to the head, out and in again, one controller each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from lorabridge.bridge.errors import (
+    GeneratorUnreachable,
+    PluginMissing,
+    SwapFailed,
+    TokenRefused,
+)
+from lorabridge.bridge.residency import Served
+from tests.workers import Bench, FakeGenerator, until
+
+
+async def test_a_failed_swap_is_reported_and_tried_again(bench: Bench) -> None:
+    bench.generator.fail_swaps = [
+        SwapFailed("the slot held something else", action="See the log"),
+        GeneratorUnreachable("it does not answer", action="Is it up?"),
+    ]
+    manifest = bench.publish(1)
+    async with bench.working():
+        await until(lambda: bool(bench.groups()))
+    first, second = bench.quarantines()
+    assert manifest.digest in first.subject
+    assert "held something else" in first.reason
+    assert "does not answer" in second.reason
+
+
+async def test_a_failure_that_goes_on_is_said_once(bench: Bench) -> None:
+    bench.generator.fail_swaps = [SwapFailed("no such digest", action="Look") for _ in range(3)]
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: bool(bench.groups()))
+    assert len(bench.quarantines()) == 1
+
+
+async def test_epochs_that_no_swap_was_answered_with_are_on_record_all_the_same(bench: Bench) -> None:
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: bench.generator.serves == 1)
+        bench.generator.fail_swaps = [SwapFailed("no room", action="Make some")]
+        bench.publish(2)
+        await until(lambda: bench.generator.serves == 2)
+    assert bench.residents() == [record.label for record in bench.generator.records] == ["i:0", "i:1", "i:2", "i:3"]
+
+
+async def test_what_an_earlier_worker_left_untold_is_on_record(bench: Bench) -> None:
+    manifest = bench.publish(1)
+    bench.generator.enter({"other": Served(version=4, digest=manifest.digest)})
+    bench.generator.enter({"policy": Served(version=1, digest=manifest.digest)})
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+    assert bench.residents() == ["i:0", "i:1", "i:2"]
+
+
+async def test_with_a_failed_swap_it_goes_on_sampling_from_what_is_served(bench: Bench) -> None:
+    first = bench.publish(1)
+    async with bench.working():
+        await until(lambda: bench.generator.serves == 1)
+        bench.generator.fail_swaps = [SwapFailed("no room", action="Make some") for _ in range(99)]
+        bench.publish(2)
+        before = len(bench.groups())
+        await until(lambda: len(bench.quarantines()) == 1)
+        bench.client.hset(bench.keys.groups, "finished", 3)
+        await until(lambda: len(bench.groups()) > max(before, 3))
+    assert {span.digest for group in bench.groups() for t in group.trajectories for span in t.spans} == {first.digest}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TokenRefused("it refused the control token", action="Use the right one"),
+        PluginMissing("a vLLM server without the plugin", action="Start it with `lorabridge serve`"),
+    ],
+)
+async def test_a_generator_that_never_will_serve_ends_the_worker_with_its_reason(error: Any, bench: Bench) -> None:
+    bench.generator.away = error
+    bench.publish(1)
+    with pytest.raises(type(error), match=error.problem):
+        async with asyncio.timeout(30):
+            await bench.worker().run()
+    assert error.problem in bench.quarantines()[0].reason
+
+
+async def test_a_generator_that_does_not_come_up_in_time_ends_the_worker(bench: Bench) -> None:
+    bench.generator.away = GeneratorUnreachable("nobody there", action="Start it")
+    bench.start_s = 0.1
+    with pytest.raises(GeneratorUnreachable, match="nobody there"):
+        async with asyncio.timeout(30):
+            await bench.worker().run()
+
+
+async def test_a_generator_that_restarts_is_trusted_again_only_after_it_has_the_head(bench: Bench) -> None:
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+        bench.generator.restart("j")
+        bench.client.hset(bench.keys.groups, "finished", 3)
+        await until(lambda: len(bench.groups()) == 6)
+    later = bench.groups()[3:]
+    assert {t.instance for group in later for t in group.trajectories} == {"j"}
+    assert bench.residents() == ["i:0", "i:1", "j:0", "j:1"]
+    assert bench.client.hlen(bench.keys.failures) == 0  # it was not the groups' doing
+
+
+async def test_groups_are_not_given_up_while_their_generator_is_away(bench: Bench) -> None:
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+        bench.generator.away = GeneratorUnreachable("gone", action="Wait")
+        bench.client.hset(bench.keys.groups, "finished", 3)
+        await until(lambda: len(bench.quarantines()) == 1)
+        bench.generator.away = None
+        await until(lambda: len(bench.groups()) == 6)
+    assert sorted(group.group for group in bench.groups()) == list(range(6))
+    assert int(cast(bytes, bench.client.hget(bench.keys.groups, "finished"))) == 3
+
+
+async def test_the_other_generator_goes_on_when_one_is_gone(bench: Bench) -> None:
+    bench.generators.append(FakeGenerator("http://other"))
+    bench.ahead = 4
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 4)
+        assert {t.generator for g in bench.groups() for t in g.trajectories} == {"http://generator", "http://other"}
+        bench.generator.away = GeneratorUnreachable("gone", action="Wait")
+        bench.publish(2)
+        bench.client.hset(bench.keys.groups, "finished", 4)
+        await until(lambda: len(bench.groups()) == 8)
+    later = [t for group in bench.groups()[4:] for t in group.trajectories]
+    assert {t.generator for t in later} == {"http://other"}
+
+
+async def test_a_generator_has_one_controller_and_a_fence_that_only_rises(bench: Bench) -> None:
+    bench.publish(1)
+    async with bench.working("one", "two"):
+        await until(lambda: bench.generator.serves == 1)
+        bench.publish(2)
+        await until(lambda: bench.generator.serves == 2)
+    assert len(set(bench.generator.fences)) == 1
+    async with bench.working("three"):
+        bench.publish(3)
+        await until(lambda: bench.generator.serves == 3)
+    assert bench.generator.fences[-1] > bench.generator.fences[0]
+    assert bench.generator.fences == sorted(bench.generator.fences)
+
+
+async def test_a_redis_that_forgot_the_fence_gives_one_above_what_the_generator_has_seen(bench: Bench) -> None:
+    bench.generator.fences = [41]
+    bench.publish(1)
+    async with bench.working():
+        await until(lambda: bench.generator.serves == 1)
+    assert bench.generator.fences[-1] == 42

@@ -73,6 +73,10 @@ class _AsyncRetry(AsyncRetry):
         super().__init__(DecorrelatedJitterBackoff(cap=_CAP_S, base=_BASE_S), -1, _PASSING)
         self._outage_s, self._stop = outage_s, stop
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AsyncRetry:
+        """redis-py copies it for every connection; what ``stop`` looks at is one and the same."""
+        return _AsyncRetry(self._outage_s, self._stop)
+
     async def call_with_retry(
         self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
     ) -> Any:

@@ -26,7 +26,8 @@ def generator_of(server: Server) -> Generator:
 
 async def swap(generator: Generator, manifest: Manifest, kv: KvMode | None = None) -> Residency:
     """Swap, whatever is served now."""
-    return (await generator.swap(manifest, (await generator.state()).residency, kv)).residency
+    state = await generator.state()
+    return (await generator.swap(manifest, state.residency, kv, fence=state.fence)).residency
 
 
 def prompt_for(rng: random.Random, before: Sequence[int]) -> list[int]:

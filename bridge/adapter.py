@@ -1,4 +1,4 @@
-"""An adapter in memory, and whether vLLM can serve it."""
+"""An adapter in memory: its bytes, its header, its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from lorabridge.bridge.codec import UNREADABLE
-from lorabridge.bridge.digest import adapter_digest, parse_config, semantic_config
+from lorabridge.bridge.digest import adapter_digest, semantic_config
 from lorabridge.bridge.errors import AdapterCorrupt, AdapterUnservable
 
 # vLLM builds slots for these ranks only (vllm/config/lora.py).
@@ -55,14 +55,8 @@ def read_header(tensors: bytes) -> dict[str, Tensor]:
     Raises:
         AdapterCorrupt: truncated, overlong, or not a safetensors file.
     """
-    length = int.from_bytes(tensors[:8], "little")
-    if len(tensors) < 8 or length > min(_MAX_HEADER, len(tensors) - 8):
-        raise AdapterCorrupt("the tensors file is cut short or not safetensors", action=_SAVE_AGAIN)
-    try:
-        raw = msgspec.json.decode(tensors[8 : 8 + length], type=dict[str, msgspec.Raw])
-        header = {name: msgspec.json.decode(body, type=Tensor) for name, body in raw.items() if name != "__metadata__"}
-    except UNREADABLE as error:
-        raise AdapterCorrupt(f"the tensors file has no readable header: {error}", action=_SAVE_AGAIN) from error
+    length = header_length(tensors[:8], len(tensors))
+    header = parse_header(tensors[8 : 8 + length])
     at = 0
     for name, tensor in sorted(header.items(), key=lambda item: item[1].data_offsets):
         begin, end = tensor.data_offsets
@@ -79,6 +73,27 @@ def read_header(tensors: bytes) -> dict[str, Tensor]:
             action=_SAVE_AGAIN,
         )
     return header
+
+
+def header_length(start: bytes, size: int) -> int:
+    """Bytes of the header of a safetensors file of ``size`` bytes, whose first eight are ``start``.
+
+    Raises:
+        AdapterCorrupt: truncated, or not safetensors.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
+        raise AdapterCorrupt("the tensors file is cut short or not safetensors", action=_SAVE_AGAIN)
+    return length
+
+
+def parse_header(body: bytes) -> dict[str, Tensor]:
+    """The tensors that a safetensors header describes. Raises ``AdapterCorrupt``."""
+    try:
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return {name: msgspec.json.decode(one, type=Tensor) for name, one in raw.items() if name != "__metadata__"}
+    except UNREADABLE as error:
+        raise AdapterCorrupt(f"the tensors file has no readable header: {error}", action=_SAVE_AGAIN) from error
 
 
 def check_config(config: dict[str, Any], max_rank: int) -> None:
@@ -114,35 +129,6 @@ def check_config(config: dict[str, Any], max_rank: int) -> None:
         )
 
 
-def check_adapter(adapter: Adapter, max_rank: int) -> dict[str, Tensor]:
-    """Refuse an adapter that vLLM cannot serve, or accepts and serves wrong. Returns the tensors' header.
-
-    Raises:
-        AdapterUnservable: named field or tensor.
-        AdapterCorrupt: unreadable bytes.
-    """
-    config = parse_config(adapter.config)
-    check_config(config, max_rank)
-    header = read_header(adapter.tensors)
-    if not header:
-        raise AdapterUnservable("the tensors file is empty; vLLM would serve the base", action=_ACTION)
-    for name, tensor in header.items():
-        if "lm_head" in name or "embed_tokens" in name:
-            raise AdapterUnservable(f"tensor {name}: vLLM serves it wrong", action=_ACTION)
-        half, other = ("lora_A", "lora_B") if ".lora_A." in name else ("lora_B", "lora_A")
-        if f".{half}." not in name:
-            raise AdapterUnservable(f"tensor {name} is neither lora_A nor lora_B", action=_ACTION)
-        if name.replace(f".{half}.", f".{other}.") not in header:
-            raise AdapterUnservable(f"tensor {name} has no {other}", action=_ACTION)
-        rank = _rank_of(name.removeprefix("base_model.model.").partition(f".{half}.")[0], config)
-        if len(tensor.shape) != 2 or tensor.shape[0 if half == "lora_A" else 1] != rank:
-            raise AdapterUnservable(
-                f"tensor {name} has shape {list(tensor.shape)} where the configuration says rank {rank}",
-                action=_ACTION,
-            )
-    return header
-
-
 def largest_rank(config: dict[str, Any]) -> int:
     """The largest rank of any module: ``r`` or one of ``rank_pattern``. Raises ``AdapterCorrupt`` without an ``r``."""
     pattern = config.get("rank_pattern") or {}
@@ -155,7 +141,7 @@ def largest_rank(config: dict[str, Any]) -> int:
     return int(max(rank for _, rank in ranks))
 
 
-def _rank_of(module: str, config: dict[str, Any]) -> int:
+def rank_of(module: str, config: dict[str, Any]) -> int:
     """The rank of one module: the first pattern that matches the end of its name wins, as in PEFT and vLLM."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         try:

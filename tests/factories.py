@@ -34,7 +34,7 @@ def make_config(**changes: Any) -> dict[str, Any]:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "/models/base", "r": 8,
         "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none", "inference_mode": True, "fan_in_fan_out": False,
         "init_lora_weights": True, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
-        "target_modules": ["q_proj", "v_proj"], "use_dora": False, "use_rslora": False, "revision": None,
+        "target_modules": ["q_proj"], "use_dora": False, "use_rslora": False, "revision": None,
         "peft_version": "0.18.0",
     } | changes  # fmt: skip
 

@@ -20,6 +20,7 @@ import redis
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import check_config
+from lorabridge.bridge.base_shapes import Shapes, base_shapes
 from lorabridge.bridge.errors import BridgeError, CodecError
 from lorabridge.bridge.events import Consumed, Dropped, Happening, Quarantine, event_fields
 from lorabridge.bridge.model import model_folder
@@ -42,8 +43,9 @@ class MainRank:
     """What only the main rank has: the connections, the source and the publisher."""
 
     def __init__(
-        self, settings: Settings, run: RunRecord, line: Line, client: redis.Redis, store: Store, config: dict[str, Any]
-    ) -> None:
+        self, settings: Settings, run: RunRecord, line: Line, shapes: Shapes | None, client: redis.Redis, store: Store,
+        config: dict[str, Any],
+    ) -> None:  # fmt: skip
         from lorabridge.trainer.export import serialise
         from lorabridge.trainer.source import TrajectorySource
 
@@ -67,6 +69,7 @@ class MainRank:
             keys=keys,
             store=store,
             base=run.base,
+            shapes=shapes,
             max_rank=settings.slot_rank,
             serialise=lambda tensors: serialise(tensors, config),
             now_ms=self.now_ms,
@@ -184,13 +187,16 @@ def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> Main
     client = connect(settings.redis)
     run = resolve_run(settings, folder)
     keys = Keys(run.run)
+    shapes = base_shapes(folder)
+    if shapes is None:
+        log.warning("%s has no safetensors: adapters cannot be compared with the base's shapes", folder)
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
     with errors(settings.redis):
         # The epoch first: workers then serve nothing of an earlier trainer, whose samples would be dropped here.
         line = take_over(client, keys, store, run.policy, run.run)
         run = msgspec.structs.replace(run, epoch=line.epoch)
         client.set(keys.run, codec.encode(run))
-        return MainRank(settings, run, line, client, store, config)
+        return MainRank(settings, run, line, shapes, client, store, config)
 
 
 def ranks(environ: Mapping[str, str]) -> list[str]:

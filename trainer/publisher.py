@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import redis
 
-from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
+from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
+from lorabridge.bridge.base_shapes import Shapes
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.events import Published, event_fields
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.servable import check_adapter
 from lorabridge.bridge.store import Store
 from lorabridge.bridge.stream.head import move_head, repair_head
 from lorabridge.bridge.stream.keys import Keys
@@ -51,16 +53,18 @@ class Publisher:
 
     Args:
         serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
+        shapes: the base's matrices, None if they cannot be read.
         max_rank: largest LoRA rank the servers take.
         now_ms: the stream's clock.
     """
 
     def __init__(
-        self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, max_rank: int,
-        serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
+        self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes | None,
+        max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
     ) -> None:  # fmt: skip
         self._line, self._client, self._keys, self._store = line, client, keys, store
-        self._base, self._max_rank, self._serialise, self._now_ms = base, max_rank, serialise, now_ms
+        self._base, self._shapes, self._max_rank = base, shapes, max_rank
+        self._serialise, self._now_ms = serialise, now_ms
         self._newest = line.newest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: list[Future[Manifest | None]] = []
@@ -116,8 +120,9 @@ class Publisher:
             phases[name], started = (now - started) * 1000, now
 
         adapter = self._serialise(tensors)
-        header = check_adapter(adapter, self._max_rank)
         lap("serialise")
+        header = check_adapter(adapter, self._max_rank, self._shapes)
+        lap("check")
         digest = self._store.put(adapter)
         lap("store")
         line, before = self._line, self._newest

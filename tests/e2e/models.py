@@ -10,10 +10,11 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lorabridge.bridge.adapter import Adapter, check_adapter, largest_rank, module_names
+from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.servable import check_adapter
 from lorabridge.bridge.store import Store
 from lorabridge.trainer.export import gather, plain_config, serialise
 
@@ -66,7 +67,7 @@ def commit(store: Store, base: Path, policy: str, adapters: list[Adapter]) -> li
     epoch = store.allocate_epoch(policy)
     manifests: list[Manifest] = []
     for version, adapter in enumerate(adapters, 1):
-        header = check_adapter(adapter, RANK)
+        header = check_adapter(adapter, RANK, shapes=None)
         manifest = Manifest(
             policy=policy,
             version=version,

@@ -28,7 +28,7 @@ from tests.factories import digest_of, make_config, make_tensors
 SEMANTIC: dict[str, Any] = {
     "r": 16,
     "lora_alpha": 32,
-    "target_modules": ["q_proj"],
+    "target_modules": ["q_proj", "o_proj"],
     "use_rslora": True,
     "use_dora": True,
     "fan_in_fan_out": True,

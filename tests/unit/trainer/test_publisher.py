@@ -28,7 +28,7 @@ class Bench:
         store = store or self.store
         return Publisher(
             line=take_over(self.client, self.keys, self.store, "policy", "run"), client=self.client, keys=self.keys,
-            store=store, base=BASE, max_rank=max_rank, serialise=_serialise, now_ms=lambda: 1,
+            store=store, base=BASE, shapes=None, max_rank=max_rank, serialise=_serialise, now_ms=lambda: 1,
         )  # fmt: skip
 
     def head(self) -> Head | None:

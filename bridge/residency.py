@@ -6,7 +6,8 @@ serves. The record exists before the label is set (law 3), so that a label witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import msgspec
@@ -47,7 +48,10 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineSpan(msgspec.Struct, frozen=True):
-    """A span as vLLM reports it: output tokens ``start`` to ``end`` (exclusive) were sampled under ``version``."""
+    """A span as vLLM reports it: output tokens ``start`` to ``end`` (exclusive) were sampled under ``version``.
+
+    ``version`` is the engine's label: ``<instance>:<epoch>``, and ``~<n>`` after the n-th preemption in the engine.
+    """
 
     version: str
     start: int
@@ -61,6 +65,18 @@ def parse_label(label: str) -> tuple[str, int] | None:
     return (instance, int(epoch)) if ours else None
 
 
+def without_preemptions(spans: Sequence[EngineSpan]) -> tuple[list[EngineSpan], bool]:
+    """The spans by epoch alone, and whether a request of theirs may have been preempted between two of its tokens."""
+    merged: list[EngineSpan] = []
+    for span in spans:
+        label = span.version.partition("~")[0]
+        if merged and merged[-1].version == label and merged[-1].end == span.start:
+            merged[-1] = EngineSpan(label, merged[-1].start, span.end)
+        else:
+            merged.append(EngineSpan(label, span.start, span.end))
+    return merged, len({span.version.partition("~")[2] for span in spans}) > 1
+
+
 def epochs_between(labels: Sequence[str]) -> list[tuple[str, int]]:
     """(label, epoch) of every epoch from the first to the last of ``labels``, per instance, in order."""
     epochs: dict[str, list[int]] = {}
@@ -70,15 +86,21 @@ def epochs_between(labels: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def resolve(
-    policy: str, count: int, engine_spans: Sequence[EngineSpan], records: Mapping[str, Residency]
+    policy: str,
+    count: int,
+    engine_spans: Sequence[EngineSpan],
+    records: Mapping[str, Residency],
+    restarts: Collection[int] = (),
 ) -> tuple[Span, ...]:
     """The engine's spans as facts about ``policy``; ``records`` maps labels to residency records.
 
     Args:
         policy: whose tokens these are.
         count: sampled tokens; the spans must tile exactly these.
-        engine_spans: what the engine reported, in order.
+        engine_spans: what the engine reported, in order, by epoch.
         records: every residency record of the instance so far, by label.
+        restarts: sampled tokens before which the request was preempted, so that its KV was computed afresh; a span is
+            cut there.
 
     Raises:
         Unestablished: a label without a record, a record without the policy, epochs out of order, more than one
@@ -95,17 +117,20 @@ def resolve(
             raise Unestablished(f"epoch {record.label} does not serve {policy}")
         if before is not None and (record.instance != before.instance or record.epoch <= before.epoch):
             raise Unestablished(f"epoch {record.label} reported after {before.label}")
-        spans.append(
-            Span(
-                policy=policy,
-                version=served.version,
-                digest=served.digest,
-                epoch=record.epoch,
-                start=reported.start,
-                end=reported.end,
-                kv="kept" if before is not None and _kept(before, record, records) else "fresh",
+        kept = before is not None and _kept(before, record, records)
+        cuts = sorted(at for at in restarts if reported.start < at < reported.end)
+        for start, end in pairwise([reported.start, *cuts, reported.end]):
+            spans.append(
+                Span(
+                    policy=policy,
+                    version=served.version,
+                    digest=served.digest,
+                    epoch=record.epoch,
+                    start=start,
+                    end=end,
+                    kv="kept" if kept and start == reported.start and start not in restarts else "fresh",
+                )
             )
-        )
         before = record
     check_tiles(spans, count)
     return tuple(spans)

@@ -21,7 +21,7 @@ from lorabridge.bridge.errors import (
 )
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import EngineSpan, KvMode, Residency
-from lorabridge.bridge.trajectory import FinishReason, Sampling
+from lorabridge.bridge.trajectory import FinishReason, Sampling, Unestablished
 from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, SwapReply, SwapRequest
 
 _IDLE_S = 2.0
@@ -32,6 +32,7 @@ T = TypeVar("T")
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled completion as the engine reports it; ``spans`` is None if the engine reported none."""
 
+    request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[EngineSpan, ...] | None
@@ -55,6 +56,7 @@ class _Choice(msgspec.Struct):
 
 class _Generated(msgspec.Struct):
     choices: list[_Choice]
+    request_id: str = ""
 
 
 class Moved(Exception):
@@ -108,6 +110,23 @@ class Generator:
         """Its residency records of epochs later than ``after``. Raises ``GeneratorError``."""
         return _parse(list[Residency], await self._ask("GET", f"/residency?after={after}"))
 
+    async def restarts(self, request_id: str) -> list[int]:
+        """After how many sampled tokens the KV of a request that has ended was computed afresh; it can be asked once.
+
+        Raises:
+            Unestablished: the generator has forgotten.
+            GeneratorError: it cannot be asked.
+        """
+        answer = await self._ask("POST", "/restarts", msgspec.json.encode([request_id]))
+        (restarts,) = _parse(list[list[int] | None], answer)
+        if restarts is None:
+            raise Unestablished("it was preempted, and the generator has forgotten where")
+        return restarts
+
+    async def attest(self) -> dict[str, str | None]:
+        """Have it look at every slot: by policy, what is wrong with it, or None. Raises ``GeneratorError``."""
+        return _parse(dict[str, str | None], await self._ask("POST", "/attest"))
+
     async def swap(
         self, manifest: Manifest, now: Residency, kv: KvMode | None = None, *, fence: int = 0
     ) -> SwapReply:  # fmt: skip
@@ -158,12 +177,14 @@ class Generator:
                     raise _refusal(self.url, reply.status, answer)
         except _PASSING as error:
             raise self._gone(error) from error
-        (choice,) = _parse(_Generated, answer).choices
+        generated = _parse(_Generated, answer)
+        (choice,) = generated.choices
         if choice.logprobs is None or choice.finish_reason is None:
             raise GeneratorError(
                 f"{self.url} ended a completion with {choice.finish_reason!r}", action="See the server's log"
             )
         return Completion(
+            request_id=generated.request_id,
             token_ids=choice.token_ids,
             logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
             spans=choice.weight_versions,

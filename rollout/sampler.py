@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lorabridge.bridge.codec import canonical_json
 from lorabridge.bridge.errors import RequestRefused
-from lorabridge.bridge.residency import resolve
+from lorabridge.bridge.residency import resolve, without_preemptions
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.stream.groups import Claim
 from lorabridge.bridge.trajectory import Group, Trajectory, Turn, Unestablished
@@ -103,13 +103,15 @@ class Sampler:
             raise Unestablished("the engine reported no spans")
         if len(completion.logprobs) != len(completion.token_ids):
             raise Unestablished("the engine reported another number of logprobs than of tokens")
-        records = await source.residencies.of([span.version for span in completion.spans])
+        spans, preempted = without_preemptions(completion.spans)
+        restarts = await source.generator.restarts(completion.request_id) if preempted else []
+        records = await source.residencies.of([span.version for span in spans])
         return Turn(
             prompt_ids=prompt,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             mask=(1,) * len(completion.token_ids),
-            spans=resolve(self._run.policy, len(completion.token_ids), completion.spans, records),
+            spans=resolve(self._run.policy, len(completion.token_ids), spans, records, restarts),
             finish_reason=completion.finish_reason,
         )
 

@@ -49,7 +49,7 @@ def vllm_command(
     arguments += ["--model", str(model), "--served-model-name", BASE_NAME, "--host", own.host, "--port", str(own.port)]
     arguments += ["--enable-lora", "--max-loras", str(own.max_loras), "--max-lora-rank", str(settings.slot_rank)]
     arguments += ["--enable-scale-out", "--api-server-count", "1", "--worker-extension-cls", ATTEST]
-    arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-async-scheduling"]
     arguments += ["--dtype", settings.model.dtype, "--max-num-seqs", str(own.max_num_seqs)]
     if own.max_model_len:
         arguments += ["--max-model-len", str(own.max_model_len)]

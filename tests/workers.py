@@ -43,6 +43,7 @@ class FakeGenerator:
     def __init__(self, url: str = "http://generator") -> None:
         self.url = url
         self.fences: list[int] = []
+        self.preempted_at: list[int] = []
         self.fail_swaps: list[Exception] = []
         self.away: Exception | None = None
         self.spoil: Callable[[Completion], Completion] = lambda completion: completion
@@ -89,6 +90,9 @@ class FakeGenerator:
         served = Served(version=manifest.version, digest=manifest.digest)
         return SwapReply(residency=self.enter({**last.serves, manifest.policy: served}), phases_ms={"pause": 1.0})
 
+    async def restarts(self, request_id: str) -> list[int]:
+        return self.preempted_at
+
     async def sample(self, policy: str, prompt: Sequence[int], *_: object) -> Completion:
         await self.hold.wait()
         self._answer()
@@ -96,7 +100,9 @@ class FakeGenerator:
             raise NotServed("no policy is served here", action="Look again")
         spans = (EngineSpan(self.records[-1].label, 0, 3),)
         return self.spoil(
-            Completion(token_ids=(5, 6, 0), logprobs=(-0.1, -0.2, -0.3), spans=spans, finish_reason="stop")
+            Completion(
+                request_id="r", token_ids=(5, 6, 0), logprobs=(-0.1, -0.2, -0.3), spans=spans, finish_reason="stop"
+            )
         )
 
 

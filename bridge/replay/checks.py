@@ -8,7 +8,7 @@ from lorabridge.bridge.errors import CodecError, ConfigError, DigestMismatch, Di
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.verdict import Finding, Verdict, unscorable
-from lorabridge.bridge.residency import EngineSpan, Residency, check_tiles, resolve
+from lorabridge.bridge.residency import EngineSpan, Residency, check_tiles, resolve, without_preemptions
 from lorabridge.bridge.store import Store
 from lorabridge.bridge.trajectory import Span, Trajectory, Turn, Unestablished
 
@@ -35,9 +35,12 @@ def check_turn(trajectory: Trajectory, turn: Turn, vocabulary: int) -> Finding |
 
 def check_residency(trajectory: Trajectory, turn: Turn, residencies: Mapping[str, Residency]) -> list[Finding | None]:
     """For each span of a turn, whether what its epoch served is what the span says."""
-    reported = [EngineSpan(f"{trajectory.instance}:{span.epoch}", span.start, span.end) for span in turn.spans]
+    labelled = [EngineSpan(f"{trajectory.instance}:{span.epoch}", span.start, span.end) for span in turn.spans]
+    reported, _ = without_preemptions(labelled)
+    # Where a request was preempted, only the sample says so: the arithmetic must then bear it out.
+    restarts = {span.start for span in turn.spans[1:] if span.kv == "fresh"}
     try:
-        resolved = resolve(trajectory.policy, len(turn.token_ids), reported, residencies)
+        resolved = resolve(trajectory.policy, len(turn.token_ids), reported, residencies, restarts)
     except Unestablished as error:
         return [Finding(Verdict.UNVERIFIABLE, str(error))] * len(turn.spans)
     return [

@@ -2,7 +2,8 @@
 
 Each rank loads the folder afresh, lets each module place it again (packing, scaling and tensor-parallel slices are the
 module's own), and compares what the slot held with what it holds now. It overwrites the slot with what it compared
-with, so after a mismatch the slot must be loaded again.
+with, so after a mismatch the slot must be loaded again. What was proven is kept as sums, so that a slot that changes
+behind our back is noticed later without reading the adapter again.
 """
 
 from __future__ import annotations
@@ -47,9 +48,47 @@ class Attest:
                 same = not any(b.any() for b in before)
             if not same:
                 different.append(name)
+        if not different and not unplaced:
+            self._proven()[lora_int_id] = self._sums(slot)
         return {"resident": True, "applied": applied, "different": different, "unplaced": sorted(unplaced)}
+
+    def lorabridge_unchanged(self, lora_int_id: int) -> dict[str, Any]:
+        """Compare the slot of an adapter with what it was when it was proven, without reading the adapter again.
+
+        Returns:
+            ``resident``; and if it is, ``changed`` (modules whose slot is not what it was).
+        """
+        slots: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        proven = self._proven().get(lora_int_id)
+        if lora_int_id not in slots or proven is None:
+            return {"resident": False}
+        now = self._sums(slots.index(lora_int_id))
+        return {"resident": True, "changed": [name for name, sums in proven.items() if now[name] != sums]}
+
+    def _proven(self) -> dict[int, dict[str, list[int]]]:
+        """Sums of each proven adapter's slot, by its integer id."""
+        found: dict[int, dict[str, list[int]]] = self.__dict__.setdefault("lorabridge_proven", {})
+        return found
+
+    def _sums(self, slot: int) -> dict[str, list[int]]:
+        """A sum over the bits of each module's matrices in a slot, every element weighted by its place."""
+        adapters = self.model_runner.lora_manager._adapter_manager
+        return {
+            name: [_sum(t[slot]) for t in (*module.lora_a_stacked, *module.lora_b_stacked) if t is not None]
+            for name, module in adapters.modules.items()
+        }
 
     def lorabridge_resident(self) -> list[int]:
         """Integer ids of the adapters that sit in a slot."""
         slots: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
         return [lora_int_id for lora_int_id in slots if lora_int_id is not None]
+
+
+def _sum(matrix: Any) -> int:
+    """Exact, and changed by any one element that changes: its weight is odd, so no bit of it is lost modulo 2**64."""
+    import torch
+
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.element_size()]
+    flat = matrix.contiguous().view(bits).flatten().to(torch.int64)
+    weights = torch.arange(1, 2 * flat.numel() + 1, 2, dtype=torch.int64, device=flat.device)
+    return int((flat * weights).sum())

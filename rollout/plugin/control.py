@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from lorabridge.bridge.residency import Residency
 from lorabridge.rollout.plugin.adapters import FileLog
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.wire import EngineFacts, GeneratorState, SwapReply, SwapRequest
 
+Restarts = Callable[[list[str]], Awaitable[list[list[int] | None]]]
+
 
 class Control:
-    """Joins swapper, log and facts for the two doors."""
+    """Joins swapper, log and facts for the two doors.
 
-    def __init__(self, swapper: Swapper, log: FileLog, facts: EngineFacts, running: Callable[[], int]) -> None:
+    Attributes:
+        restarts: for requests that have ended, after how many sampled tokens their KV was computed afresh.
+    """
+
+    def __init__(
+        self, swapper: Swapper, log: FileLog, facts: EngineFacts, running: Callable[[], int], restarts: Restarts
+    ) -> None:  # fmt: skip
         self._swapper, self._log, self._facts, self._running = swapper, log, facts, running
+        self.restarts = restarts
 
     def state(self) -> GeneratorState:
         return GeneratorState(
@@ -32,6 +41,10 @@ class Control:
     async def swap(self, request: SwapRequest) -> SwapReply:
         """See ``Swapper.swap``."""
         return await self._swapper.swap(request)
+
+    async def attest(self) -> dict[str, str | None]:
+        """See ``Swapper.attest``."""
+        return await self._swapper.attest()
 
     def refusal(self, model: str | None) -> tuple[int, str] | None:
         """Why a request for ``model`` is refused (status, reason), or None if it may be sampled."""

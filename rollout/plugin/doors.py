@@ -103,6 +103,8 @@ def control_app(control: Control, token: str) -> ASGIApp:
         Route("/state", _guarded(_state), methods=["GET"]),
         Route("/residency", _guarded(_residency), methods=["GET"]),
         Route("/swap", _guarded(_swap), methods=["POST"]),
+        Route("/attest", _guarded(_attest), methods=["POST"]),
+        Route("/restarts", _guarded(_restarts), methods=["POST"]),
         Route("/metrics", _guarded(_metrics), methods=["GET"]),
     ]
     app = Starlette(routes=routes)
@@ -138,7 +140,7 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         except Outdated as error:
             return _refuse(409, str(error))
         except msgspec.DecodeError as error:
-            return _refuse(400, f"not a swap request: {error}")
+            return _refuse(400, f"not such a request: {error}")
         except (StoreError, DiskFull) as error:
             return _refuse(424, error.diagnostics())
         except Quarantined as error:
@@ -165,6 +167,17 @@ async def _swap(control: Control, request: Request) -> Response:
     if body is None:
         return _refuse(413, f"a swap request of more than {_MAX_CONTROL} bytes")
     return _json(await control.swap(msgspec.json.decode(body, type=SwapRequest)))
+
+
+async def _attest(control: Control, request: Request) -> Response:
+    return _json(await control.attest())
+
+
+async def _restarts(control: Control, request: Request) -> Response:
+    body = await read_capped(request.scope, request.receive, _MAX_CONTROL)
+    if body is None:
+        return _refuse(413, f"a request of more than {_MAX_CONTROL} bytes")
+    return _json(await control.restarts(msgspec.json.decode(body, type=list[str])))
 
 
 async def _metrics(control: Control, request: Request) -> Response:

@@ -43,6 +43,11 @@ async def start(client: Any, state: State, args: Namespace) -> None:
     settings = load(Path(file) if file else None)
     token = control_token(settings)
     refuse_flags(args, os.environ)
+    if client.vllm_config.scheduler_config.async_scheduling:
+        raise GeneratorError(
+            "asynchronous scheduling is on, with which a label says what the next step has, not this one",
+            action="Start it with --no-async-scheduling",
+        )
     engine = VllmEngine(client, state.openai_serving_models)
     missing = await engine.missing() if settings.generators.kv == "keep" else []
     if missing:
@@ -97,7 +102,8 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
         max_loras=config.lora_config.max_loras,
         max_model_len=config.model_config.max_model_len,
     )
-    return Control(swapper, log, facts, running=lambda: len(client.output_processor.request_states))
+    running = client.output_processor.request_states
+    return Control(swapper, log, facts, running=lambda: len(running), restarts=engine.restarts)
 
 
 def _url(args: Namespace) -> str:

@@ -74,7 +74,7 @@ class Swapper:
         Raises:
             Outdated: another instance or epoch than the request names, or the lease of a replaced controller.
             SwapFailed: it is not served; what was served before is served again, or the policy is not served at all.
-            Quarantined: neither could be proven; this generator samples no more.
+            Quarantined: neither could be proven; this generator samples nothing until a swap is proven again.
             StoreError: the digest could not be fetched and verified; nothing was paused.
         """
         async with self._lock:
@@ -83,13 +83,12 @@ class Swapper:
             if request.fence < self.fence:
                 raise Outdated(f"lease {request.fence} has been replaced by {self.fence}")
             self.fence = request.fence
-            if self.quarantine is not None:
-                raise _quarantined(self.quarantine)
             now = self.residency
             if request.policy == BASE_NAME:
                 raise SwapFailed(f"{BASE_NAME!r} is what the base model is called", action="Name the policy otherwise")
             wanted = Served(version=request.version, digest=request.digest)
-            if request.instance == now.instance and now.serves.get(request.policy) == wanted:
+            served = request.instance == now.instance and now.serves.get(request.policy) == wanted
+            if served and self.quarantine is None:
                 return SwapReply(residency=now, phases_ms={})
             if (request.instance, request.epoch) != (now.instance, now.epoch):
                 raise Outdated(f"this is {now.label}, not {request.instance}:{request.epoch}")
@@ -97,6 +96,8 @@ class Swapper:
                 raise SwapFailed(
                     f"all {self._slots} slots are taken", action="Raise [generators] max_loras (--max-loras)"
                 )
+            if self.quarantine is None and request.policy in now.serves:
+                await self._prove_outgoing(request.policy)
             reply = await self._swap(request.policy, wanted, request.kv or self._kv)
             if request.operation:
                 self._done = request.operation, reply
@@ -104,12 +105,13 @@ class Swapper:
 
     async def _swap(self, policy: str, wanted: Served, kv: KvMode) -> SwapReply:
         watch = Stopwatch()
-        try:
-            path = await asyncio.to_thread(self._adapters.link, wanted.digest)
-        except OSError as error:  # a full disk has an error of its own
-            raise SwapFailed(f"{wanted.digest} cannot be kept here: {error}", action="See the server's disk") from error
+        path = await self._link(wanted.digest)
         watch.lap("fetch")
+        # After a quarantine nothing of what was there is trusted: no KV, no slot.
+        healing = self.quarantine is not None
+        kv = "recompute" if healing else kv
         failure: PlacementFailed | None = None
+        lost: str | None = None
         try:
             await self._engine.pause(kv)
             watch.lap("pause")
@@ -119,21 +121,25 @@ class Swapper:
                 serves[policy] = wanted
             except PlacementFailed as error:
                 failure = error
-                serves = await self._put_back(policy, serves, error)
+                serves, lost = await self._put_back(policy, serves, error)
+            if healing:
+                serves = await self._renew(serves, policy)
             watch.lap("place")
             if kv == "keep":
                 await self._engine.forget_prefixes()
             await self._enter(serves, kv)
             watch.lap("label")
+            self.quarantine = lost or self.quarantine
             await self._engine.resume()
             watch.lap("resume")
         except Exception as error:
             # Nothing is known of the slot any more, so nothing may be sampled: the engine stays paused.
-            self.quarantine = self.quarantine or f"a swap broke off: {error!r}"
+            self.quarantine = f"a swap broke off: {error!r}"
             raise _quarantined(self.quarantine) from error
+        self.quarantine = lost
         self._adapters.keep_only({served.digest for served in serves.values()})
-        if self.quarantine is not None:
-            raise _quarantined(self.quarantine)
+        if lost is not None:
+            raise _quarantined(lost)
         if failure is not None:
             raise SwapFailed(
                 f"{policy} version {wanted.version} was not put in place: {failure}",
@@ -141,18 +147,68 @@ class Swapper:
             ) from failure
         return SwapReply(residency=self.residency, phases_ms=watch.laps_ms)
 
-    async def _put_back(self, policy: str, serves: dict[str, Served], failure: Exception) -> dict[str, Served]:
-        """After a failed placement: the previous adapter, proven again, or none. What is served then."""
+    async def _link(self, digest: str) -> Path:
+        try:
+            return await asyncio.to_thread(self._adapters.link, digest)
+        except OSError as error:  # a full disk has an error of its own
+            raise SwapFailed(f"{digest} cannot be kept here: {error}", action="See the server's disk") from error
+
+    async def _put_back(
+        self, policy: str, serves: dict[str, Served], failure: Exception
+    ) -> tuple[dict[str, Served], str | None]:
+        """After a failed placement: the previous adapter, proven again, or none.
+
+        Returns:
+            What is served then, and why this generator must be quarantined, if it must.
+        """
         previous = serves.pop(policy, None)
+        lost = None
         if previous is not None:
             try:
-                path = await asyncio.to_thread(self._adapters.link, previous.digest)
-                await self._engine.place(policy, path)
-                return {**serves, policy: previous}
+                await self._engine.place(policy, await self._link(previous.digest))
+                return {**serves, policy: previous}, None
             except (PlacementFailed, BridgeError) as error:
-                self.quarantine = f"{policy}: {failure}; and its previous adapter could not be put back: {error}"
+                lost = f"{policy}: {failure}; and its previous adapter could not be put back: {error}"
         await self._engine.remove(policy)
-        return serves
+        return serves, lost
+
+    async def _renew(self, serves: dict[str, Served], but: str) -> dict[str, Served]:
+        """Place and prove the other policies' adapters again; one that cannot be is not served any more."""
+        kept = {name: served for name, served in serves.items() if name == but}
+        for name, served in serves.items():
+            if name == but:
+                continue
+            try:
+                await self._engine.place(name, await self._link(served.digest))
+                kept[name] = served
+            except (PlacementFailed, BridgeError):
+                await self._engine.remove(name)
+        return kept
+
+    async def _prove_outgoing(self, policy: str) -> None:
+        """An epoch is proven at both ends: a slot that changed within it is not just overwritten."""
+        try:
+            await self._engine.attest(policy)
+        except PlacementFailed as error:
+            self.quarantine = f"{policy}: {error}"
+            raise _quarantined(self.quarantine) from error
+
+    async def attest(self) -> dict[str, str | None]:
+        """Is every slot still what it was proven to be? By policy, what was seen if it is not.
+
+        A slot that changed behind our back quarantines this generator: its tokens since the last proof cannot be
+        trusted, and no more are sampled until a swap has been proven.
+        """
+        async with self._lock:
+            seen: dict[str, str | None] = {}
+            for policy in self.residency.serves:
+                try:
+                    await self._engine.attest(policy)
+                    seen[policy] = None
+                except PlacementFailed as error:
+                    seen[policy] = str(error)
+                    self.quarantine = self.quarantine or f"{policy}: {error}"
+            return seen
 
     async def _enter(self, serves: dict[str, Served], kv: KvMode) -> None:
         """Begin the next epoch: on record first, then on every token."""
@@ -178,4 +234,7 @@ class Stopwatch:
 
 
 def _quarantined(reason: str) -> Quarantined:
-    return Quarantined(f"it samples no more: {reason}", action="Restart this generator")
+    return Quarantined(
+        f"it samples nothing: {reason}",
+        action="The next swap tries again; if that does not help, restart this generator",
+    )

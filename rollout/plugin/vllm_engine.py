@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lorabridge.bridge.residency import KvMode
-from lorabridge.rollout.plugin.engine import ABORT, FORGET, MISSING
+from lorabridge.rollout.plugin.engine import ABORT, FORGET, LABEL, MISSING, RESTARTS
 
 
 class PlacementFailed(Exception):
@@ -20,6 +20,10 @@ class Engine(Protocol):
 
     async def place(self, policy: str, folder: Path) -> None:
         """Put the adapter into the policy's slot and attest it. Raises ``PlacementFailed``."""
+        ...
+
+    async def attest(self, policy: str) -> None:
+        """Is the policy's slot what it was when it was placed? Raises ``PlacementFailed``."""
         ...
 
     async def remove(self, policy: str) -> None:
@@ -69,6 +73,20 @@ class VllmEngine:
             if seen["different"]:
                 raise PlacementFailed(f"rank {rank}: the slot of {seen['different'][0]} held something else")
 
+    async def attest(self, policy: str) -> None:
+        request = self._models.lora_requests.get(policy)
+        if request is None:
+            raise PlacementFailed("vLLM does not know it any more")
+        if request.load_inplace:
+            raise PlacementFailed("vLLM would read it from disk again at every step")
+        for rank, seen in enumerate(await self._client.collective_rpc(
+            "lorabridge_unchanged", args=(request.lora_int_id,)
+        )):  # fmt: skip
+            if not seen["resident"]:
+                raise PlacementFailed(f"rank {rank}: the adapter is in no slot")
+            if seen["changed"]:
+                raise PlacementFailed(f"rank {rank}: the slot of {seen['changed'][0]} has changed since it was proven")
+
     async def remove(self, policy: str) -> None:
         request = self._models.lora_requests.pop(policy, None)
         if request is None:
@@ -83,7 +101,12 @@ class VllmEngine:
         await self._client.engine_core.call_utility_async(FORGET)
 
     async def label(self, label: str) -> None:
-        await self._client.update_weight_version(label)
+        await self._client.engine_core.call_utility_async(LABEL, label)
+
+    async def restarts(self, request_ids: list[str]) -> list[list[int] | None]:
+        """For each request that has ended: after how many sampled tokens its KV was computed afresh."""
+        found: list[list[int] | None] = await self._client.engine_core.call_utility_async(RESTARTS, request_ids)
+        return found
 
     async def resume(self) -> None:
         await self._client.resume_generation()

@@ -61,6 +61,22 @@ async def test_a_failed_swap_puts_the_previous_adapter_back_under_traffic(
     assert (report.refuted, report.unverifiable) == (0, 0), report
 
 
+async def test_slots_are_attested_under_traffic_and_disturb_nothing(
+    server: Server, base: Path, pair: list[Manifest]
+) -> None:
+    async with generator_of(server) as generator:
+        await swap(generator, pair[0])
+        traffic = Traffic(generator, "pair", 3_000)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.run())
+            while not traffic.done:
+                assert set((await generator.attest()).values()) == {None}
+                await asyncio.sleep(0.2)
+        assert (await generator.state()).quarantine is None
+    report = audit(trajectories_of(traffic.turns, fingerprint(base).digest), server.store, Scorer(base, server.store))
+    assert (report.refuted, report.unverifiable) == (0, 0), report
+
+
 async def test_a_first_swap_that_fails_leaves_the_policy_unserved(server: Server, misfit: Manifest) -> None:
     async with generator_of(server) as generator:
         with pytest.raises(SwapFailed):
@@ -142,7 +158,8 @@ def test_the_public_door_lets_generation_through_and_nothing_else(
 def test_the_control_door_answers_nobody_without_the_token(server: Server, token: str) -> None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     for method, path in [
-        ("GET", "/state"), ("GET", "/residency"), ("POST", "/swap"), ("GET", "/metrics"), ("GET", "/nothing"),
+        ("GET", "/state"), ("GET", "/residency"), ("POST", "/swap"), ("POST", "/attest"), ("GET", "/metrics"),
+        ("GET", "/nothing"),
     ]:  # fmt: skip
         assert httpx.request(method, server.control + path, headers=headers).status_code == 401
 

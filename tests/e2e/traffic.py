@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.residency import KvMode, Residency, resolve
+from lorabridge.bridge.residency import KvMode, Residency, resolve, without_preemptions
 from lorabridge.bridge.trajectory import Sampling, Trajectory, Turn
 from lorabridge.rollout.generator import Completion, Generator
 from lorabridge.rollout.residencies import Residencies
@@ -51,6 +51,7 @@ class Traffic:
         self._generator, self._policy, self._tokens = generator, policy, tokens
         self._residencies = Residencies(generator, _unreported)
         self.sampled = 0
+        self.restarts = 0
         self.turns: list[Turn] = []
 
     async def run(self) -> None:
@@ -75,13 +76,16 @@ class Traffic:
     async def turn(self, prompt: Sequence[int], completion: Completion) -> Turn:
         """The completion with its spans as facts."""
         assert completion.spans is not None
-        records = await self._residencies.of([span.version for span in completion.spans])
+        spans, preempted = without_preemptions(completion.spans)
+        restarts = await self._generator.restarts(completion.request_id) if preempted else []
+        self.restarts += len(restarts)
+        records = await self._residencies.of([span.version for span in spans])
         return Turn(
             prompt_ids=tuple(prompt),
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             mask=(1,) * len(completion.token_ids),
-            spans=resolve(self._policy, len(completion.token_ids), completion.spans, records),
+            spans=resolve(self._policy, len(completion.token_ids), spans, records, restarts),
             finish_reason=completion.finish_reason,
         )
 

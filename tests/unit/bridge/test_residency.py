@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabridge.bridge.residency import EngineSpan, KvMode, Residency, check_tiles, epochs_between, parse_label, resolve
+from lorabridge.bridge.residency import (
+    EngineSpan,
+    KvMode,
+    Residency,
+    check_tiles,
+    epochs_between,
+    parse_label,
+    resolve,
+    without_preemptions,
+)
 from lorabridge.bridge.trajectory import Span, Unestablished
 from tests.factories import digest_of, make_residency, make_span
 
@@ -104,6 +113,26 @@ def test_each_span_has_its_own_kv() -> None:
     records = records_of(make_residency(1, 1), make_residency(2, 2, "recompute"), make_residency(3, 3))
     spans = resolve("policy", 3, engine((1, 0, 1), (2, 1, 2), (3, 2, 3)), records)
     assert [span.kv for span in spans] == ["fresh", "fresh", "kept"]
+
+
+def test_a_span_is_cut_where_its_request_was_preempted_and_goes_on_with_fresh_kv() -> None:
+    records = records_of(*(make_residency(epoch, epoch, "keep") for epoch in (1, 2, 3)))
+    spans = resolve("policy", 9, engine((1, 0, 4), (2, 4, 6), (3, 6, 9)), records, restarts=[2, 4, 8])
+    assert [(s.epoch, s.start, s.end, s.kv) for s in spans] == [
+        (1, 0, 2, "fresh"), (1, 2, 4, "fresh"), (2, 4, 6, "fresh"), (3, 6, 8, "kept"), (3, 8, 9, "fresh")
+    ]  # fmt: skip
+
+
+def test_labels_that_count_preemptions_are_epochs_all_the_same() -> None:
+    reported = [
+        EngineSpan("instance:1", 0, 2), EngineSpan("instance:1~4", 2, 3), EngineSpan("instance:2~4", 3, 5),
+        EngineSpan("instance:2~5", 5, 6),
+    ]  # fmt: skip
+    merged, preempted = without_preemptions(reported)
+    assert merged == [EngineSpan("instance:1", 0, 3), EngineSpan("instance:2", 3, 6)]
+    assert preempted
+    assert without_preemptions([EngineSpan("i:1~4", 0, 2), EngineSpan("i:2~4", 2, 3)])[1] is False
+    assert without_preemptions([EngineSpan("i:1~4", 0, 2), EngineSpan("i:1~5", 3, 4)])[0] != [EngineSpan("i:1", 0, 4)]
 
 
 def test_an_epoch_in_between_without_a_record_is_not_guessed_at() -> None:

@@ -46,9 +46,16 @@ class FakeSwapper:
             raise self.answer
         return SwapReply(residency=self.residency, phases_ms={})
 
+    async def attest(self) -> dict[str, str | None]:
+        return {"policy": None}
+
 
 class FakeLog:
     records = [make_residency(epoch, 1) for epoch in range(4)]  # noqa: RUF012
+
+
+async def restarts(ids: list[str]) -> list[list[int] | None]:
+    return [[len(one)] for one in ids]
 
 
 @pytest.fixture
@@ -60,7 +67,7 @@ def swapper() -> FakeSwapper:
 def control(swapper: FakeSwapper) -> Control:
     fake: Any = swapper
     log: Any = FakeLog()
-    return Control(fake, log, FACTS, running=lambda: 5)
+    return Control(fake, log, FACTS, running=lambda: 5, restarts=restarts)
 
 
 async def everything(scope: Scope, receive: Receive, send: Send) -> None:

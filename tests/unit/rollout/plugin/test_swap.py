@@ -28,6 +28,7 @@ class FakeEngine:
         self.attested: dict[str, str] = {}
         self.fail_places: set[int] = set()
         self.fail: set[str] = set()
+        self.tampered: set[str] = set()
         self.paths: list[Path] = []
         self.labels: list[str] = []
         self.sampled_unproven = False
@@ -42,10 +43,15 @@ class FakeEngine:
         self.paths.append(folder)
         # A load that fails late leaves a half-loaded slot behind.
         self.slots[policy] = "half"
+        self.tampered.discard(policy)
         self._call(f"place {policy}")
         if number in self.fail_places:
             raise PlacementFailed("the slot held something else")
         self.slots[policy] = folder.name
+
+    async def attest(self, policy: str) -> None:
+        if policy in self.tampered:
+            raise PlacementFailed("the slot has changed since it was proven")
 
     async def remove(self, policy: str) -> None:
         self._call(f"remove {policy}")
@@ -215,8 +221,71 @@ async def test_if_the_previous_adapter_cannot_be_put_back_the_generator_samples_
         await bench.swapper.swap(bench.request(2))
     assert "remove p" in bench.engine.calls
     assert bench.swapper.residency.serves == {"other": served(9)}
+    assert bench.swapper.quarantine is not None
+
+
+async def test_a_quarantine_ends_with_a_swap_that_is_proven_and_everything_else_proven_again() -> None:
+    bench = Bench(slots=3)
+    for policy in ("p", "other", "third"):
+        await bench.swapper.swap(bench.request(1, policy=policy))
+    bench.engine.fail = {"label"}
     with pytest.raises(Quarantined):
-        await bench.swapper.swap(bench.request(1))
+        await bench.swapper.swap(bench.request(2))
+    bench.engine.fail = set()
+    assert "resume" not in bench.engine.calls[-2:]
+    bench.engine.calls.clear()
+    placed = len(bench.engine.paths)
+    bench.engine.fail_places = {placed + 2}  # the third policy's adapter cannot be put in place again
+    reply = await bench.swapper.swap(bench.request(3))
+    assert bench.swapper.quarantine is None
+    assert not bench.engine.paused
+    assert not bench.engine.sampled_unproven
+    assert bench.engine.calls[:4] == ["pause recompute", "place p", "place other", "place third"]
+    assert "remove third" in bench.engine.calls
+    assert reply.residency.serves == {"p": served(3), "other": served(1)}
+    assert reply.residency.kv == "recompute"
+
+
+async def test_a_quarantine_stays_when_the_swap_that_should_end_it_fails() -> None:
+    bench = Bench()
+    await bench.swapper.swap(bench.request(1))
+    bench.engine.fail_places = {1, 2, 3, 4}
+    with pytest.raises(Quarantined):
+        await bench.swapper.swap(bench.request(2))
+    with pytest.raises((Quarantined, SwapFailed)):
+        await bench.swapper.swap(bench.request(2))
+    bench.engine.fail = {"pause"}
+    with pytest.raises(Quarantined):
+        await bench.swapper.swap(bench.request(2))
+    assert bench.swapper.quarantine is not None
+    bench.engine.fail, bench.engine.fail_places = set(), set()
+    assert (await bench.swapper.swap(bench.request(2))).residency.serves == {"p": served(2)}
+
+
+async def test_a_slot_that_changed_behind_our_back_is_not_just_overwritten() -> None:
+    bench = Bench()
+    await bench.swapper.swap(bench.request(1))
+    bench.engine.tampered = {"p"}
+    with pytest.raises(Quarantined, match="changed since it was proven"):
+        await bench.swapper.swap(bench.request(2))
+    assert bench.swapper.residency.serves == {"p": served(1)}
+    assert len(bench.engine.paths) == 1
+    await bench.swapper.swap(bench.request(2))  # proven afresh, on KV of its own
+    assert bench.swapper.residency.kv == "recompute"
+    assert bench.swapper.quarantine is None
+
+
+async def test_slots_are_looked_at_whenever_somebody_asks() -> None:
+    bench = Bench()
+    await bench.swapper.swap(bench.request(1))
+    await bench.swapper.swap(bench.request(1, policy="other"))
+    assert await bench.swapper.attest() == {"p": None, "other": None}
+    assert bench.swapper.quarantine is None
+    bench.engine.tampered = {"other"}
+    seen = await bench.swapper.attest()
+    assert seen["p"] is None
+    assert "changed" in (seen["other"] or "")
+    assert "other" in (bench.swapper.quarantine or "")
 
 
 @pytest.mark.parametrize("step", ["pause", "forget", "label", "remove"])

@@ -8,6 +8,9 @@ import typer
 
 from lorabridge.bridge import options
 
+_EVERY_S = 1.0
+
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second, until Ctrl-C.")]
 Print = Annotated[bool, typer.Option("--print", help="Print the whole vLLM command and exit.")]
 
 
@@ -42,6 +45,82 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
     control_token(settings)
     check_doors(settings.generators)
     os.execvpe(command.arguments[0], list(command.arguments), with_environment(command, os.environ))
+
+
+def fleet(
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    watch: Watch = False,
+    json: options.Json = False,
+) -> None:
+    """Every generator of a run: what it serves, how far behind the head, who controls it, and if it is out, why.
+
+    Exits with 1 if a generator is not in.
+
+    Examples:
+
+        lorabridge fleet --config runs/demo/config.toml
+
+        lorabridge fleet --config runs/demo/config.toml --watch
+
+        lorabridge fleet --config run.toml --json
+    """
+    import asyncio
+    import time
+
+    import msgspec
+    from rich.console import Console
+    from rich.live import Live
+
+    from lorabridge.bridge.errors import AnswerNo
+    from lorabridge.bridge.settings import load
+    from lorabridge.rollout.fleet_view import fleet_view
+    from lorabridge.rollout.survey import survey
+
+    settings = load(config, overrides or ())
+    seen = asyncio.run(survey(settings))
+    if json:
+        print(msgspec.json.encode({"generators": seen}).decode())
+    elif watch:
+        with Live(fleet_view(seen), console=Console()) as live:
+            while True:
+                time.sleep(_EVERY_S)
+                live.update(fleet_view(asyncio.run(survey(settings))), refresh=True)
+    else:
+        Console().print(fleet_view(seen))
+    if out := [each.generator for each in seen if each.health != "in"]:
+        raise AnswerNo(f"not in: {', '.join(out)}", action="`lorabridge doctor` says what to do")
+
+
+def doctor(config: options.Config = None, overrides: options.Overrides = None, json: options.Json = False) -> None:
+    """Look at everything a run leans on: Redis, the store, the disk, every generator and what sits in its slots.
+
+    Exits with 1 if something is wrong; every finding says what to do.
+
+    Examples:
+
+        lorabridge doctor --config runs/demo/config.toml
+
+        lorabridge doctor --config run.toml --json
+    """
+    import msgspec
+    from rich.console import Console
+
+    from lorabridge.bridge.errors import AnswerNo
+    from lorabridge.bridge.settings import load
+    from lorabridge.rollout.doctor import examine
+    from lorabridge.rollout.fleet_view import findings_view
+
+    found = examine(load(config, overrides or ()))
+    problems = [finding for finding in found if finding.level == "problem"]
+    if json:
+        print(msgspec.json.encode({"problems": len(problems), "findings": found}).decode())
+    else:
+        Console().print(findings_view(found))
+    if problems:
+        raise AnswerNo(
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}", action="What to do stands with each"
+        )
 
 
 def worker(config: options.Config = None, overrides: options.Overrides = None) -> None:

@@ -216,8 +216,9 @@ class Generator:
         raise _refusal(self._control_url, reply.status, answer)
 
     def _gone(self, error: BaseException) -> GeneratorUnreachable:
+        why = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else str(error)
         return GeneratorUnreachable(
-            f"{self.url} does not answer: {error or type(error).__name__}", action="Is the server up? See its log"
+            f"{self.url} does not answer: {why or type(error).__name__}", action="Is the server up? See its log"
         )
 
 

@@ -69,7 +69,7 @@ def judge(
         controller: who holds its lease.
     """
     if isinstance(state, BridgeError):
-        return Seen(generator=url, health="out", why=state.diagnostics(), controller=controller)
+        return Seen(generator=url, health="out", why=f"{state.problem}. {state.action}", controller=controller)
     serves = {
         name: Serving(
             version=served.version,

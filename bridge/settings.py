@@ -147,7 +147,9 @@ class RolloutSection(Section):
     groups_ahead: int = Field(
         0, ge=0, description="groups that may be started and not yet finished; 0: one step's worth more than the least"
     )
-    group_timeout_s: float = Field(120, gt=0, description="a group not delivered by then goes to another worker")
+    group_timeout_s: float = Field(
+        120, gt=0, description="an attempt at a group that takes longer is ended, and counted"
+    )
 
     @property
     def sampling(self) -> Sampling:

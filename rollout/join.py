@@ -39,7 +39,7 @@ from lorabridge.rollout.worker import Worker
 log = logging.getLogger("lorabridge.worker")
 _LOGPROBS_MODE = "processed_logprobs"
 _OUTAGE_S = 2.0
-_GRACE_S = 10.0
+_LEASE_S = 15.0
 
 
 def doors(section: GeneratorsSection) -> list[tuple[str, str]]:
@@ -151,7 +151,7 @@ def _worker(
         run=run,
         client=asynchronous,
         keys=keys,
-        queue=GroupQueue(asynchronous, keys, name, ahead=run.groups_ahead, lease_s=timeout_s + _GRACE_S),
+        queue=GroupQueue(asynchronous, keys, name, ahead=run.groups_ahead, lease_s=_LEASE_S),
         sampler=Sampler(
             run=run,
             environment=environment,
@@ -160,6 +160,7 @@ def _worker(
             now_ms=clock,
         ),
         timeout_s=timeout_s,
+        renew_s=_LEASE_S / 4,
         start_s=settings.generators.start_s,
         reconcile=reconcile,
         now_ms=clock,

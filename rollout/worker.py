@@ -43,7 +43,8 @@ class Worker:
 
     Args:
         run: what the trainer published.
-        timeout_s: how long one attempt at a group may take; its lease lasts as long.
+        timeout_s: how long one attempt at a group may take.
+        renew_s: how often the leases of groups under way are renewed.
         start_s: how long a generator may take to come up.
         reconcile: makes Redis's head the store's, and returns the store's newest manifest and the run as it is on
             record now; runs in a thread.
@@ -55,14 +56,15 @@ class Worker:
 
     def __init__(
         self, *, name: str, run: RunRecord, client: redis.asyncio.Redis, keys: Keys, queue: GroupQueue,
-        sampler: Sampler, timeout_s: float, start_s: float,
+        sampler: Sampler, timeout_s: float, renew_s: float, start_s: float,
         reconcile: Callable[[], tuple[Manifest | None, RunRecord | None]], now_ms: Callable[[], int],
     ) -> None:  # fmt: skip
         self._name, self._run, self._client, self._keys, self._queue = name, run, client, keys, queue
-        self._sampler, self._timeout_s, self._start_s = sampler, timeout_s, start_s
+        self._sampler, self._timeout_s, self._renew_s, self._start_s = sampler, timeout_s, renew_s, start_s
         self._reconcile, self._now_ms = reconcile, now_ms
         self.members: Sequence[Member] = ()
         self._wanted: Manifest | None = None
+        self._under_way: set[Claim] = set()
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._served_before = False
@@ -92,7 +94,7 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [self._listen(), self._check_head(), self._sample()]
+                loops = [self._listen(), self._check_head(), self._renew(), self._sample()]
                 loops += [member.run(self._stopping) for member in self.members]
                 running = [tasks.create_task(self._until_stopped(loop)) for loop in loops]
                 await self._stopping.wait()
@@ -196,7 +198,20 @@ class Worker:
                 await self._queue.release(granted)
             raise
 
+    async def _renew(self) -> None:
+        """A worker that dies loses its groups to another within one lease, not within the time a group may take."""
+        while not self._stopping.is_set():
+            await asyncio.sleep(self._renew_s)
+            await self._queue.renew(list(self._under_way))
+
     async def _group(self, claim: Claim, member: Member) -> None:
+        self._under_way.add(claim)
+        try:
+            await self._attempt(claim, member)
+        finally:
+            self._under_way.discard(claim)
+
+    async def _attempt(self, claim: Claim, member: Member) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 group = await self._sampler.group(claim, member)

@@ -132,6 +132,8 @@ class Bench:
         self.rows = [{"prompt": "ab"}]
         self.ahead = 3
         self.start_s = 60.0
+        self.timeout_s = 30.0
+        self.lease_s = 60.0
         self.run = make_run_record(num_generations=2, epoch=store.allocate_epoch("policy"))
 
     def publish(self, version: int, *, announce: bool = True, epoch: int | None = None) -> Manifest:
@@ -155,9 +157,10 @@ class Bench:
             run=self.run,
             client=self.asynchronous,
             keys=self.keys,
-            queue=GroupQueue(self.asynchronous, self.keys, name, ahead=self.ahead, lease_s=60),
+            queue=GroupQueue(self.asynchronous, self.keys, name, ahead=self.ahead, lease_s=self.lease_s),
             sampler=sampler,
-            timeout_s=30,
+            timeout_s=self.timeout_s,
+            renew_s=0.1,
             start_s=self.start_s,
             reconcile=lambda: (repair_head(self.client, self.keys, self.store, "policy"), self.run),
             now_ms=lambda: 7,

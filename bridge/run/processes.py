@@ -13,6 +13,7 @@ from lorabridge.bridge.errors import ProcessDied
 from lorabridge.bridge.run.guard import KILL
 
 LATER_S = 1.5
+MOST_RESTARTS = 10
 _TICK_S = 0.05
 _TAIL_BYTES = 64 * 1024
 _LINE = 300
@@ -29,6 +30,7 @@ class Child:
         name: what people call it.
         log: where its output goes.
         asked: whether it was asked to stop.
+        restarts: how often it was started again.
     """
 
     def __init__(
@@ -38,15 +40,26 @@ class Child:
         """Start it. ``ends_with`` are exit codes of a proper end; none: it runs until it is asked to stop."""
         self.name, self.log = name, log
         self.asked = False
+        self.restarts = 0
+        self._command, self._environment = list(command), dict(environment)
         self._ends_with = ends_with
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
             self._from = output.tell()
             self._guard = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lorabridge.bridge.run.guard", *command],
+                [sys.executable, "-P", "-m", "lorabridge.bridge.run.guard", *self._command],
                 stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
-                start_new_session=True, env=dict(environment),
+                start_new_session=True, env=self._environment,
             )  # fmt: skip
+
+    def restart(self) -> None:
+        """Start it again, once it has ended: the same command, the same log."""
+        self.wait()
+        self.restarts += 1
+        self._start()
 
     @property
     def pid(self) -> int:
@@ -113,6 +126,14 @@ def stop(stages: Sequence[Sequence[Child]], *, within_s: float, hurry: Callable[
             child.kill()
         for child in everyone:
             child.wait()
+
+
+def may_restart(code: int, restarts: int) -> bool:
+    """Whether a process that ended with ``code`` is started again: a signal ended it, and not time after time.
+
+    One that ended by itself has said what is wrong, and would say it again.
+    """
+    return code > 128 and restarts < MOST_RESTARTS
 
 
 def died(child: Child) -> ProcessDied:

@@ -11,7 +11,7 @@ from lorabridge.bridge.run.feed import Feed
 from lorabridge.bridge.run.interrupts import Interrupts
 from lorabridge.bridge.run.news import News
 from lorabridge.bridge.run.panel import Display, Phase, ProcessView, View
-from lorabridge.bridge.run.processes import Child, died, stop
+from lorabridge.bridge.run.processes import Child, died, may_restart, stop
 from lorabridge.bridge.settings import Settings
 
 STOP_S = 7.5
@@ -64,19 +64,29 @@ class Supervisor:
     def attend(self, until: Callable[[], bool], stage: str | Callable[[], str] = "") -> None:
         """Show the run until ``until()``; ``stage`` says what is waited for, if it is not plain from the run itself.
 
+        A process that something killed is started again.
+
         Raises:
-            ProcessDied: a process ended that should not have, or not like that.
+            ProcessDied: a process ended by itself that should not have, or not like that, or is killed all the time.
             KeyboardInterrupt: Ctrl-C.
         """
         while True:
             self._interrupts.check()
             for child in self._children:
                 if child.failed:
-                    raise died(child)
+                    self._replace(child)
             if until():
                 return
             self._display.show(self._view(stage if isinstance(stage, str) else stage()))
             time.sleep(_TICK_S)
+
+    def _replace(self, child: Child) -> None:
+        """Start a process again that something killed. Raises ``ProcessDied`` if that is no use."""
+        code = child.code
+        if code is None or not may_restart(code, child.restarts):
+            raise died(child)
+        self.note(f"{child.name} was killed by signal {code - 128}: started again")
+        child.restart()
 
     def finish(self, child: Child, stage: str, within_s: float) -> None:
         """Ask a process to stop and wait for it, ``within_s`` seconds; then kill it.

@@ -41,7 +41,7 @@ def serve(folder: Path, stopped: threading.Event) -> None:
             beside.write_text(reached.url)
             beside.replace(address)
             while not stopped.wait(_LOOK_S):
-                connect(reached.model_copy(update={"connect_s": 30, "outage_s": 1})).close()
+                connect(reached.model_copy(update={"connect_s": 5, "outage_s": 1})).close()
         finally:
             address.unlink(missing_ok=True)
 

@@ -25,8 +25,8 @@ def embedded_valkey(folder: Path) -> Iterator[RedisSection]:
     """Run a Valkey server with its data in ``folder``; how to reach it. It ends with the block.
 
     The password is in ``folder/password``, readable by the owner only, and in the server's configuration as a hash.
-    Without it the server answers PING and nothing else. A server started again on the same folder has the same data,
-    password, and a port of its own.
+    Without it the server answers PING and nothing else. A server started again on the same folder has the same data
+    and password, and the same port unless another process has taken it.
 
     Raises:
         ConfigError: the folder's path has a space in it, which the server's configuration cannot hold.
@@ -51,12 +51,17 @@ def embedded_valkey(folder: Path) -> Iterator[RedisSection]:
 
 
 def _start(folder: Path, config: dict[str, str]) -> ValkeyServer:
-    """Another process may take the free port before the server does: then another one is tried."""
+    """The port it had before, so that clients find it again; else a free one, which another process may take first."""
+    before = folder / "port"
+    ports = [int(before.read_text())] if before.exists() else []
     for attempt in range(_ATTEMPTS):
-        server = ValkeyServer(port=free_port(), data_dir=folder.absolute(), persist=True, config=config)
+        server = ValkeyServer(
+            port=ports.pop() if ports else free_port(), data_dir=folder.absolute(), persist=True, config=config
+        )
         try:
             with _without_interrupts():
                 server.start()
+            before.write_text(str(server.port))
             return server
         except (ValkeyServerError, OSError) as error:
             if attempt == _ATTEMPTS - 1:

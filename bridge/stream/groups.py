@@ -7,7 +7,7 @@ group enters the stream in the same call that closes its lease, so it enters onc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -53,6 +53,16 @@ redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[4], ARGV[1])
 return entry
 """
+
+# KEYS: leases, holders. ARGV: lease ms, then number and holder of each. Those whose lease still stands get it anew.
+_RENEW = (
+    _NOW
+    + """
+for i = 2, #ARGV, 2 do
+  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] then redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i]) end
+end
+"""
+)
 
 # KEYS: leases, holders, failures. ARGV: number, holder, 1 if the attempt failed. Ends a lease now, so that the group is
 # claimed again at once.
@@ -106,13 +116,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupQueue:
-    """A worker's side: claim, deliver, release, abandon. ``ahead`` groups may be started and not yet finished."""
+    """A worker's side: claim to deliver, release or abandon. ``ahead`` groups may be started and not yet finished."""
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys, worker: str, ahead: int, lease_s: float) -> None:
         self._keys, self._worker = keys, worker
         self.ahead, self._lease_ms = ahead, round(lease_s * 1000)
         self._claim = client.register_script(_CLAIM)
         self._deliver = client.register_script(_DELIVER)
+        self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
         self._abandon = client.register_script(_ABANDON)
 
@@ -132,6 +143,12 @@ class GroupQueue:
         k = self._keys
         keys = [k.leases, k.holders, k.attempts, k.failures, k.trajectories]
         return await self._deliver(keys, [claim.number, claim.holder, codec.encode(group)]) is not None
+
+    async def renew(self, claims: Iterable[Claim]) -> None:
+        """Hold these for another ``lease_s``; a lease that was lost stays lost."""
+        named = [part for claim in claims for part in (claim.number, claim.holder)]
+        if named:
+            await self._renew([self._keys.leases, self._keys.holders], [self._lease_ms, *named])
 
     async def release(self, claim: Claim, *, failed: bool = False) -> None:
         """Give the group back: another claim takes it at once, under the next attempt.

@@ -54,6 +54,8 @@ def train(settings):
             event = Event(source="train", at_ms=now_ms(redis), happening=happening)
             redis.xadd(keys.events, {"body": codec.encode(event)})
         time.sleep(0.01)
+    while not redis.exists(keys.archiver):  # one that is not up yet would write nothing
+        time.sleep(0.01)
     if os.environ.get("TRAIN_DIES"):
         sys.exit("lorabridge: adapter: it is full of NaN. Lower the learning rate")
 

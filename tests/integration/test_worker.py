@@ -140,3 +140,31 @@ async def test_a_worker_that_is_stopped_gives_back_what_it_had_claimed(bench: Be
 
 def _with(completion: Completion, **changes: Any) -> Completion:
     return msgspec.structs.replace(completion, **changes)
+
+
+async def test_a_group_that_takes_long_is_its_workers_for_as_long_as_that_lives(bench: Bench) -> None:
+    bench.lease_s, bench.ahead = 0.5, 1
+    bench.publish(1)
+    bench.generator.hold.clear()
+    async with bench.working("one"):
+        await until(lambda: bench.client.hlen(bench.keys.holders) == 1)
+        async with bench.working("two"):
+            await asyncio.sleep(1.5)  # three leases' time
+            assert bench.client.hgetall(bench.keys.attempts) == {b"0": b"1"}
+            bench.generator.hold.set()
+            await until(lambda: len(bench.groups()) == 1)
+    assert bench.groups()[0].worker == "one"
+
+
+async def test_an_attempt_that_takes_too_long_is_counted_and_at_last_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorabridge.rollout.worker._PAUSE_AFTER_FAILURE_S", 0.01)
+    bench.timeout_s, bench.ahead = 0.05, 1
+    bench.publish(1)
+    bench.generator.hold.clear()
+    async with bench.working():
+        await until(lambda: bench.client.hget(bench.keys.groups, "finished") is not None)
+    assert "not done within 0.05 s" in bench.quarantines()[0].reason
+    assert len(bench.quarantines()) >= 5
+    assert bench.groups() == []

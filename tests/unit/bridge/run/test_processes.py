@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorabridge.bridge.run.processes import last_words
+from lorabridge.bridge.run.processes import MOST_RESTARTS, last_words, may_restart
 
 OWN = "lorabridge: run: seed is 1 here and 0 at the trainer. Use the trainer's configuration here"
 
@@ -25,3 +25,11 @@ OWN = "lorabridge: run: seed is 1 here and 0 at the trainer. Use the trainer's c
 )
 def test_the_lines_that_say_why(output: str, words: str) -> None:
     assert last_words(output) == words
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [(137, 0, True), (139, 5, True), (137, MOST_RESTARTS, False), (1, 0, False), (3, 0, False), (0, 0, False)],
+)
+def test_only_what_a_signal_ended_is_started_again_and_not_for_ever(code: int, restarts: int, again: bool) -> None:
+    assert may_restart(code, restarts) is again

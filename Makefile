@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all chaos lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/lorabridge demo
@@ -21,6 +21,12 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Kill processes of a running demo, one after another: make chaos ROUNDS=20 SEED=1
+ROUNDS ?= 5
+SEED ?= 0
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
 
 lint: $(INSTALLED) .mypy/lorabridge
 	$(BIN)/ruff check .

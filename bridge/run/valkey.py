@@ -10,12 +10,13 @@ import sys
 import threading
 from pathlib import Path
 
-from lorabridge.bridge.errors import BridgeError
+from lorabridge.bridge.errors import BridgeError, StreamUnreachable
 from lorabridge.bridge.settings import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import embedded_valkey
 
-_LOOK_S = 2.0
+_LOOK_S = 0.5
+_RESTARTS = 10
 
 
 def section(folder: Path) -> RedisSection | None:
@@ -28,12 +29,23 @@ def section(folder: Path) -> RedisSection | None:
 
 
 def serve(folder: Path, stopped: threading.Event) -> None:
-    """Run a Valkey server with its data in ``folder`` until ``stopped``.
+    """Run a Valkey server with its data in ``folder`` until ``stopped``; one that is killed is started again.
 
     Raises:
         PortTaken: it did not start.
-        StreamUnreachable: it ended by itself.
+        StreamUnreachable: it ends by itself, time after time.
     """
+    for restarts in range(_RESTARTS + 1):
+        try:
+            _serve(folder, stopped)
+            return
+        except StreamUnreachable as error:
+            if restarts == _RESTARTS:
+                raise
+            print(f"lorabridge: {error.diagnostics()} It is started again.", file=sys.stderr)
+
+
+def _serve(folder: Path, stopped: threading.Event) -> None:
     address = folder / "url"
     with embedded_valkey(folder) as reached:
         try:
@@ -41,7 +53,7 @@ def serve(folder: Path, stopped: threading.Event) -> None:
             beside.write_text(reached.url)
             beside.replace(address)
             while not stopped.wait(_LOOK_S):
-                connect(reached.model_copy(update={"connect_s": 5, "outage_s": 1})).close()
+                connect(reached.model_copy(update={"connect_s": 3, "outage_s": 1})).close()
         finally:
             address.unlink(missing_ok=True)
 

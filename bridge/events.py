@@ -8,6 +8,7 @@ import msgspec
 from redis.typing import EncodableT, FieldT
 
 from lorabridge.bridge import codec
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.residency import Residency
 
 
@@ -60,7 +61,15 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
     phases_ms: dict[str, float]
 
 
-Happening = Resident | Consumed | Dropped | Quarantine | Published
+class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged"):
+    """What a canary said of a generator in an epoch (``label``)."""
+
+    generator: str
+    label: str
+    judgement: Judgement
+
+
+Happening = Resident | Consumed | Dropped | Quarantine | Published | Judged
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

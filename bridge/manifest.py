@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
+from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.fingerprint import Fingerprint
 
@@ -30,7 +31,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         run: id of the run that made it.
         created_ms: milliseconds since 1970, on the stream server's clock.
         size: bytes of the tensors file.
-        canary: null until canaries exist.
+        canary: what whoever serves it must be able to repeat; not every version has one.
         consumed: null until the root of consumed trajectories exists.
     """
 
@@ -49,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     created_ms: int
     size: int
-    canary: None = None
+    canary: Canary | None = None
     consumed: None = None
     schema: int = 1
 

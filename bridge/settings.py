@@ -213,6 +213,12 @@ class PublishSection(Section):
     max_lora_rank: int = Field(0, ge=0, description="what the servers take; 0: the smallest that fits policy.rank")
 
 
+class CanarySection(Section):
+    """[canary]"""
+
+    every: int = Field(10, ge=0, description="publishes between canaries, the first included; 0: none")
+
+
 class LagSection(Section):
     """[lag]"""
 
@@ -241,6 +247,7 @@ class Settings(BaseSettings):
     rollout: RolloutSection = RolloutSection()
     generators: GeneratorsSection = GeneratorsSection()
     publish: PublishSection = PublishSection()
+    canary: CanarySection = CanarySection()
     lag: LagSection = LagSection()
     ledger: LedgerSection = LedgerSection()
 

@@ -55,7 +55,7 @@ def fleet(
 ) -> None:
     """Every generator of a run: what it serves, how far behind the head, who controls it, and if it is out, why.
 
-    Exits with 1 if a generator is not in.
+    Exits with 1 if a generator is out, or serves nothing of the run.
 
     Examples:
 
@@ -88,7 +88,7 @@ def fleet(
                 live.update(fleet_view(asyncio.run(survey(settings))), refresh=True)
     else:
         Console().print(fleet_view(seen))
-    if out := [each.generator for each in seen if each.health != "in"]:
+    if out := [each.generator for each in seen if each.health in ("out", "empty")]:
         raise AnswerNo(f"not in: {', '.join(out)}", action="`lorabridge doctor` says what to do")
 
 

@@ -160,6 +160,16 @@ def of_generator(
             yield _problem(url, "slots", "; ".join(wrong), "What it sampled since the last swap is not to be trusted")
         else:
             yield _ok(url, "slots", f"{len(attested)} adapters are what they were proven to be")
+    if state.canary is not None:
+        canary = state.canary
+        says = (
+            f"{canary.verdict} at version {canary.version}: off by {canary.error:.1e} nats, {canary.floor:.1e} without "
+            f"adapter; the adapter makes {canary.effect:.1e}, and {canary.smallest:.1e} could be seen"
+        )
+        if canary.verdict == "mismatch":
+            yield _problem(url, "canary", says, "Are its base model, dtype and vLLM those of the run?")
+        else:
+            yield _ok(url, "canary", says)
     yield from _against_head(url, state, head, controller)
     if state.residency.kv != kv and state.residency.epoch:
         yield _note(url, "kv", f"its last swap was {state.residency.kv}, and [generators] kv is {kv}", "")

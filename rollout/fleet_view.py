@@ -19,7 +19,7 @@ _STYLES: dict[Health, str] = {"in": "green", "behind": "yellow", "empty": "yello
 def fleet_view(fleet: Sequence[Seen]) -> RenderableType:
     """One row per generator, and below them why those are out that are."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("generator", "health", "serves", "epoch", "in flight", "controller"):
+    for column in ("generator", "health", "serves", "epoch", "in flight", "canary", "controller"):
         table.add_column(column, overflow="fold")
     for seen in fleet:
         table.add_row(
@@ -28,6 +28,7 @@ def fleet_view(fleet: Sequence[Seen]) -> RenderableType:
             _serves(seen),
             Text(f"{seen.instance}:{seen.epoch} {seen.kv}" if seen.instance else "–"),
             Text(str(seen.running) if seen.instance else "–"),
+            Text(seen.canary or "–"),
             Text(seen.controller or "nobody"),
         )
     return Stack(table, *(Text(f"✗ {seen.generator}: {seen.why}", style="red") for seen in fleet if seen.why))

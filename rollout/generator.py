@@ -9,6 +9,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.errors import (
     GeneratorError,
     GeneratorUnreachable,
@@ -22,7 +23,7 @@ from lorabridge.bridge.errors import (
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import EngineSpan, KvMode, Residency
 from lorabridge.bridge.trajectory import FinishReason, Sampling, Unestablished
-from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, SwapReply, SwapRequest
+from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, ScoreRequest, Scores, SwapReply, SwapRequest
 
 _IDLE_S = 2.0
 _PASSING = (aiohttp.ClientConnectionError, TimeoutError)
@@ -122,6 +123,20 @@ class Generator:
         if restarts is None:
             raise Unestablished("it was preempted, and the generator has forgotten where")
         return restarts
+
+    async def score(self, policy: str, sequences: tuple[tuple[int, ...], ...]) -> Scores:
+        """Logprobs of given token ids, with the policy's adapter and without any.
+
+        Raises:
+            Moved: the policy is not served.
+            GeneratorError: it cannot be asked, or refuses.
+        """
+        request = ScoreRequest(policy=policy, sequences=sequences)
+        return _parse(Scores, await self._ask("POST", "/score", msgspec.json.encode(request)))
+
+    async def judged(self, judgement: Judgement) -> None:
+        """Tell it what its canary said; one that does not match quarantines it. Raises ``GeneratorError``."""
+        await self._ask("POST", "/judged", msgspec.json.encode(judgement))
 
     async def attest(self) -> dict[str, str | None]:
         """Have it look at every slot: by policy, what is wrong with it, or None. Raises ``GeneratorError``."""

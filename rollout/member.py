@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from lorabridge.bridge.canary import judge
 from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
-from lorabridge.bridge.events import Happening, Quarantine, Resident
+from lorabridge.bridge.events import Happening, Judged, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import Residency
 from lorabridge.bridge.stream.lease import Lease
@@ -57,6 +58,7 @@ class Member:
         self._now: Residency | None = None  # None: it must be looked at
         self._news = asyncio.Event()
         self._out: Exception | None = None
+        self._suspected: Quarantined | None = None
         self._said = ""
         self._failures = 0
         self._groups = 0
@@ -132,6 +134,9 @@ class Member:
             raise Quarantined(f"{self.generator.url} is in quarantine: {state.quarantine}", action="See its log")
         if ours and wanted and (behind or (state and state.quarantine)):
             await self._swap(wanted, self._now)
+            await self._prove(wanted)
+        if self._suspected is not None:
+            raise self._suspected
         self._enter()
 
     async def _swap(self, manifest: Manifest, now: Residency) -> None:
@@ -141,6 +146,26 @@ class Member:
         if reply.phases_ms:
             phases = " ".join(f"{name}={ms:.1f}ms" for name, ms in reply.phases_ms.items())
             log.info("policy=%s version=%d digest=%s epoch=%s %s", *_names(manifest), reply.residency.label, phases)
+
+    async def _prove(self, manifest: Manifest) -> None:
+        """Hold the generator against the version's canary, if it has one.
+
+        After one that did not match, the generator stays out until one does.
+        """
+        if manifest.canary is None or self._now is None:
+            return
+        scores = await self.generator.score(manifest.policy, manifest.canary.sequences)
+        judgement = judge(
+            manifest.canary, manifest.policy, manifest.version, scores.adapter, scores.base, self.facts.dtype
+        )
+        await self.generator.judged(judgement)
+        await self._report(Judged(generator=self.generator.url, label=scores.label, judgement=judgement))
+        log.info("policy=%s version=%d digest=%s canary=%s error=%.2g floor=%.2g effect=%.2g",
+                 *_names(manifest), judgement.verdict, judgement.error, judgement.floor, judgement.effect)  # fmt: skip
+        self._suspected = None
+        if judgement.verdict == "mismatch":
+            action = "Are its base model, dtype and vLLM those that the run was measured with?"
+            self._suspected = Quarantined(f"{self.generator.url}: {judgement.reason}", action=action)
 
     def _enter(self) -> None:
         if self._out is not None:

@@ -43,6 +43,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         controller: worker that holds its lease, '' if none does.
         instance, epoch, kv, running: as it says itself; '', 0, '' and 0 if it cannot be asked.
         serves: by policy.
+        canary: the last one's verdict, and of which version; '' if there was none.
     """
 
     generator: str
@@ -54,6 +55,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = ""
     running: int = 0
     serves: dict[str, Serving] = {}
+    canary: str = ""
 
 
 def judge(
@@ -95,6 +97,7 @@ def judge(
         kv=state.residency.kv,
         running=state.running,
         serves=serves,
+        canary=f"{state.canary.verdict} {state.canary.version}" if state.canary else "",
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from lorabridge.bridge.canary import Judgement, Logprobs
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.residency import KvMode, Residency
 
@@ -28,6 +31,23 @@ class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     operation: str = ""
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Give the logprobs of these token ids, from the second on, under a policy's adapter and without any."""
+
+    policy: str
+    sequences: Annotated[
+        tuple[Annotated[tuple[int, ...], msgspec.Meta(min_length=2, max_length=1024)], ...], msgspec.Meta(max_length=64)
+    ]
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """Natural logarithms, and the epoch that all of them are of."""
+
+    adapter: Logprobs
+    base: Logprobs
+    label: str
+
+
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
     """The epoch that now runs, and the milliseconds each phase took (empty if it was served already)."""
 
@@ -49,7 +69,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to know before it uses a generator; ``running`` requests are in flight.
 
-    ``fence`` is the highest lease number that it has seen.
+    ``fence`` is the highest lease number that it has seen, ``canary`` the last judgement that it was told of.
     """
 
     residency: Residency
@@ -57,3 +77,4 @@ class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     facts: EngineFacts
     fence: int = 0
+    canary: Judgement | None = None

@@ -12,6 +12,7 @@ import redis
 import redis.asyncio
 
 from lorabridge.bridge import codec
+from lorabridge.bridge.canary import Canary, Judgement, Logprobs
 from lorabridge.bridge.errors import (
     NotServed,
 )
@@ -28,7 +29,7 @@ from lorabridge.rollout.environment import Environment, Prompts
 from lorabridge.rollout.generator import Completion, Moved
 from lorabridge.rollout.member import Member
 from lorabridge.rollout.sampler import Sampler
-from lorabridge.rollout.wire import EngineFacts, GeneratorState, SwapReply
+from lorabridge.rollout.wire import EngineFacts, GeneratorState, Scores, SwapReply
 from lorabridge.rollout.worker import Worker
 from tests.factories import BASE, make_adapter, make_manifest, make_run_record
 
@@ -44,6 +45,8 @@ class FakeGenerator:
         self.url = url
         self.fences: list[int] = []
         self.preempted_at: list[int] = []
+        self.scores: tuple[Logprobs, Logprobs] = ((), ())
+        self.judgements: list[Judgement] = []
         self.fail_swaps: list[Exception] = []
         self.away: Exception | None = None
         self.spoil: Callable[[Completion], Completion] = lambda completion: completion
@@ -89,6 +92,13 @@ class FakeGenerator:
             raise Moved("look again")
         served = Served(version=manifest.version, digest=manifest.digest)
         return SwapReply(residency=self.enter({**last.serves, manifest.policy: served}), phases_ms={"pause": 1.0})
+
+    async def score(self, policy: str, sequences: tuple[tuple[int, ...], ...]) -> Scores:
+        self._answer()
+        return Scores(adapter=self.scores[0], base=self.scores[1], label=self.records[-1].label)
+
+    async def judged(self, judgement: Judgement) -> None:
+        self.judgements.append(judgement)
 
     async def restarts(self, request_id: str) -> list[int]:
         return self.preempted_at
@@ -136,9 +146,11 @@ class Bench:
         self.lease_s = 60.0
         self.run = make_run_record(num_generations=2, epoch=store.allocate_epoch("policy"))
 
-    def publish(self, version: int, *, announce: bool = True, epoch: int | None = None) -> Manifest:
+    def publish(
+        self, version: int, *, announce: bool = True, epoch: int | None = None, canary: Canary | None = None
+    ) -> Manifest:  # fmt: skip
         digest = self.store.put(make_adapter(version))
-        manifest = make_manifest(version, digest=digest, epoch=epoch or self.run.epoch)
+        manifest = make_manifest(version, digest=digest, epoch=epoch or self.run.epoch, canary=canary)
         self.store.commit(manifest)
         if announce:
             move_head(self.client, self.keys, manifest)

@@ -73,6 +73,7 @@ class MainRank:
             max_rank=settings.slot_rank,
             serialise=lambda tensors: serialise(tensors, config),
             now_ms=self.now_ms,
+            canary_every=settings.canary.every,
         )
 
     def now_ms(self) -> int:

@@ -17,6 +17,7 @@ import redis
 
 from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
 from lorabridge.bridge.base_shapes import Shapes
+from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.events import Published, event_fields
 from lorabridge.bridge.fingerprint import Fingerprint
@@ -53,19 +54,27 @@ class Publisher:
 
     Args:
         serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
+        canary_every: publishes between canaries, the first included; 0: none.
         shapes: the base's matrices, None if they cannot be read.
         max_rank: largest LoRA rank the servers take.
         now_ms: the stream's clock.
+
+    Attributes:
+        canary: makes the canary of what ``publish`` was given, with a seed; runs in the publisher's thread. None: no
+            version has one.
     """
 
     def __init__(
         self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes | None,
         max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
+        canary_every: int = 0,
     ) -> None:  # fmt: skip
         self._line, self._client, self._keys, self._store = line, client, keys, store
         self._base, self._shapes, self._max_rank = base, shapes, max_rank
         self._serialise, self._now_ms = serialise, now_ms
         self._newest = line.newest
+        self.canary: Callable[[Any, str], Canary | None] | None = None
+        self._canary_every, self._published = canary_every, 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: list[Future[Manifest | None]] = []
         self._failed = False
@@ -110,6 +119,10 @@ class Publisher:
             self._failed = True
             raise
 
+    def _make_canary(self, tensors: Any, seed: str) -> Canary | None:
+        due = self._canary_every and self._published % self._canary_every == 0
+        return self.canary(tensors, seed) if due and self.canary else None
+
     def _publish(self, tensors: Any, step: int, blocked_ms: float) -> Manifest:
         phases = {"blocked": blocked_ms}
         started = time.perf_counter()
@@ -126,6 +139,8 @@ class Publisher:
         digest = self._store.put(adapter)
         lap("store")
         line, before = self._line, self._newest
+        canary = self._make_canary(tensors, digest)
+        lap("canary")
         manifest = Manifest(
             policy=line.policy,
             version=before.version + 1 if before else 1,
@@ -140,9 +155,11 @@ class Publisher:
             run=line.run,
             created_ms=self._now_ms(),
             size=len(adapter.tensors),
+            canary=canary,
         )
         self._store.commit(manifest)
         self._newest = manifest
+        self._published += 1
         lap("commit")
         move_head(self._client, self._keys, manifest)
         lap("announce")

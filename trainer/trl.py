@@ -18,6 +18,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, FixedCountBatcher
 
 from lorabridge.bridge.errors import AdapterUnservable
+from lorabridge.trainer.canary import canary_model
 from lorabridge.trainer.export import gather
 from lorabridge.trainer.publisher import Publisher
 from lorabridge.trainer.source import Consumption, Sample, TrajectorySource
@@ -120,6 +121,9 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         super().__init__(*arguments, rollout_worker=source, weight_transfer=NoTransfer(), **keywords)
         if self._adapter_name is None:
             raise AdapterUnservable("the model has no LoRA adapter", action="Pass a peft_config")
+        if self._publisher is not None:
+            model = canary_model(self.accelerator.unwrap_model(self.model), self._adapter_name)
+            self._publisher.canary = model.canary if model else None
         # Before TRL's own callbacks: the step's trajectories are acknowledged before its version is published.
         self.callback_handler.callbacks.insert(0, _EndOfStep(self))
 

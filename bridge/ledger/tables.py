@@ -51,6 +51,10 @@ _SAMPLING = pa.struct({
 })  # fmt: skip
 _BASE = pa.struct({"checkpoint": pa.string(), "tokenizer": pa.string(), "template": pa.string()})
 
+_LOGPROBS = pa.list_(pa.list_(pa.float64()))
+_CANARY = pa.struct({
+    "sequences": pa.list_(pa.list_(pa.int32())), "adapter": _LOGPROBS, "base": _LOGPROBS, "dtype": pa.string(),
+})  # fmt: skip
 SCHEMAS: dict[str, pa.Schema] = {
     "trajectories": pa.schema({
         "entry": pa.string(), "id": pa.string(), "worker": pa.string(), "schema": pa.int32(),
@@ -65,7 +69,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         "entry": pa.string(), "policy": pa.string(), "version": pa.int64(), "digest": pa.string(),
         "parent": pa.string(), "base": _BASE, "rank": pa.int32(), "targets": pa.list_(pa.string()),
         "dtype": pa.string(), "step": pa.int64(), "epoch": pa.int64(), "run": pa.string(), "created_ms": pa.int64(),
-        "size": pa.int64(), "canary": pa.null(), "consumed": pa.null(), "schema": pa.int32(),
+        "size": pa.int64(), "canary": _CANARY, "consumed": pa.null(), "schema": pa.int32(),
     }),
     "events": pa.schema({
         "entry": pa.string(), "source": pa.string(), "at_ms": pa.int64(), "kind": pa.string(), "body": pa.string(),

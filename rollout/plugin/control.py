@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.residency import Residency
 from lorabridge.rollout.plugin.adapters import FileLog
 from lorabridge.rollout.plugin.swap import Swapper
-from lorabridge.rollout.wire import EngineFacts, GeneratorState, SwapReply, SwapRequest
+from lorabridge.rollout.wire import EngineFacts, GeneratorState, ScoreRequest, Scores, SwapReply, SwapRequest
 
 Restarts = Callable[[list[str]], Awaitable[list[list[int] | None]]]
 
@@ -32,6 +33,7 @@ class Control:
             running=self._running(),
             facts=self._facts,
             fence=self._swapper.fence,
+            canary=self._swapper.canary,
         )
 
     def residencies(self, after: int) -> list[Residency]:
@@ -41,6 +43,14 @@ class Control:
     async def swap(self, request: SwapRequest) -> SwapReply:
         """See ``Swapper.swap``."""
         return await self._swapper.swap(request)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See ``Swapper.score``."""
+        return await self._swapper.score(request)
+
+    async def judged(self, judgement: Judgement) -> None:
+        """See ``Swapper.judged``."""
+        await self._swapper.judged(judgement)
 
     async def attest(self) -> dict[str, str | None]:
         """See ``Swapper.attest``."""

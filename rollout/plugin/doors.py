@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -14,12 +14,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.errors import BridgeError, DiskFull, Quarantined, StoreError
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.swap import Outdated
-from lorabridge.rollout.wire import GENERATE, SwapRequest
+from lorabridge.rollout.wire import GENERATE, ScoreRequest, SwapRequest
 
 _ALLOWED = frozenset({("GET", "/health"), ("POST", GENERATE)})
+T = TypeVar("T")
 _MAX_PUBLIC = 64 * 1024 * 1024
 _MAX_CONTROL = 64 * 1024
 
@@ -103,6 +105,8 @@ def control_app(control: Control, token: str) -> ASGIApp:
         Route("/state", _guarded(_state), methods=["GET"]),
         Route("/residency", _guarded(_residency), methods=["GET"]),
         Route("/swap", _guarded(_swap), methods=["POST"]),
+        Route("/score", _guarded(_score), methods=["POST"]),
+        Route("/judged", _guarded(_judged), methods=["POST"]),
         Route("/attest", _guarded(_attest), methods=["POST"]),
         Route("/restarts", _guarded(_restarts), methods=["POST"]),
         Route("/metrics", _guarded(_metrics), methods=["GET"]),
@@ -128,6 +132,10 @@ class TokenGuard:
         return await self._app(scope, receive, send)
 
 
+class _TooLong(Exception):
+    """A body of more than the control door takes."""
+
+
 Handler = Callable[[Control, Request], Awaitable[Response]]
 
 
@@ -137,6 +145,8 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request.app.state.control, request)
+        except _TooLong:
+            return _refuse(413, f"a request of more than {_MAX_CONTROL} bytes")
         except Outdated as error:
             return _refuse(409, str(error))
         except msgspec.DecodeError as error:
@@ -162,11 +172,25 @@ async def _residency(control: Control, request: Request) -> Response:
     return _json(control.residencies(int(after)))
 
 
-async def _swap(control: Control, request: Request) -> Response:
+async def _body(request: Request, kind: type[T]) -> T:
+    """What a request asks for. Raises ``_TooLong`` or ``msgspec.DecodeError``."""
     body = await read_capped(request.scope, request.receive, _MAX_CONTROL)
     if body is None:
-        return _refuse(413, f"a swap request of more than {_MAX_CONTROL} bytes")
-    return _json(await control.swap(msgspec.json.decode(body, type=SwapRequest)))
+        raise _TooLong
+    return msgspec.json.decode(body, type=kind)
+
+
+async def _swap(control: Control, request: Request) -> Response:
+    return _json(await control.swap(await _body(request, SwapRequest)))
+
+
+async def _score(control: Control, request: Request) -> Response:
+    return _json(await control.score(await _body(request, ScoreRequest)))
+
+
+async def _judged(control: Control, request: Request) -> Response:
+    await control.judged(await _body(request, Judgement))
+    return _json(None)
 
 
 async def _attest(control: Control, request: Request) -> Response:
@@ -174,10 +198,7 @@ async def _attest(control: Control, request: Request) -> Response:
 
 
 async def _restarts(control: Control, request: Request) -> Response:
-    body = await read_capped(request.scope, request.receive, _MAX_CONTROL)
-    if body is None:
-        return _refuse(413, f"a request of more than {_MAX_CONTROL} bytes")
-    return _json(await control.restarts(msgspec.json.decode(body, type=list[str])))
+    return _json(await control.restarts(await _body(request, list[str])))
 
 
 async def _metrics(control: Control, request: Request) -> Response:

@@ -9,11 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
 from lorabridge.bridge.residency import KvMode, Residency, Served
 from lorabridge.bridge.settings import BASE_NAME
 from lorabridge.rollout.plugin.vllm_engine import Engine, PlacementFailed
-from lorabridge.rollout.wire import SwapReply, SwapRequest
+from lorabridge.rollout.wire import ScoreRequest, Scores, SwapReply, SwapRequest
 
 
 class Outdated(Exception):
@@ -46,6 +47,7 @@ class Swapper:
     Attributes:
         residency: the running epoch.
         fence: highest lease number seen; a controller with a lower one has been replaced.
+        canary: the last judgement that a worker told of.
         quarantine: why this generator must not sample, or None.
     """
 
@@ -58,6 +60,7 @@ class Swapper:
         self._lock = asyncio.Lock()
         self._done: tuple[str, SwapReply] | None = None  # the last swap that was asked for by name, and its answer
         self.fence = 0
+        self.canary: Judgement | None = None
         self.quarantine: str | None = None
         self.residency = Residency(
             generator=generator, instance=instance, epoch=0, kv=kv, serves={}, at_ms=time.time_ns() // 1_000_000
@@ -192,6 +195,26 @@ class Swapper:
         except PlacementFailed as error:
             self.quarantine = f"{policy}: {error}"
             raise _quarantined(self.quarantine) from error
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score sequences under a policy that is served; no swap comes in between.
+
+        Raises:
+            Outdated: the policy is not served.
+        """
+        async with self._lock:
+            if request.policy not in self.residency.serves:
+                raise Outdated(f"{request.policy} is not served here")
+            adapter = await self._engine.score(request.policy, request.sequences)
+            base = await self._engine.score(None, request.sequences)
+            return Scores(adapter=adapter, base=base, label=self.residency.label)
+
+    async def judged(self, judgement: Judgement) -> None:
+        """Take note of what a canary said; one that does not match quarantines this generator."""
+        async with self._lock:
+            self.canary = judgement
+            if judgement.verdict == "mismatch":
+                self.quarantine = judgement.reason
 
     async def attest(self) -> dict[str, str | None]:
         """Is every slot still what it was proven to be? By policy, what was seen if it is not.

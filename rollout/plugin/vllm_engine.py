@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lorabridge.bridge.canary import Logprobs
 from lorabridge.bridge.residency import KvMode
 from lorabridge.rollout.plugin.engine import ABORT, FORGET, LABEL, MISSING, RESTARTS
 
@@ -33,6 +37,10 @@ class Engine(Protocol):
     async def forget_prefixes(self) -> None: ...
 
     async def label(self, label: str) -> None: ...
+
+    async def score(self, policy: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        """Logprobs of each token after those before it, from the second on, with the policy's adapter or with none."""
+        ...
 
     async def resume(self) -> None: ...
 
@@ -102,6 +110,21 @@ class VllmEngine:
 
     async def label(self, label: str) -> None:
         await self._client.engine_core.call_utility_async(LABEL, label)
+
+    async def score(self, policy: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        adapter = self._models.lora_requests[policy] if policy is not None else None
+        return tuple(await asyncio.gather(*(self._score(list(ids), adapter) for ids in sequences)))
+
+    async def _score(self, ids: list[int], adapter: Any) -> tuple[float, ...]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        name = f"lorabridge-score-{uuid.uuid4().hex}"
+        async for output in self._client.generate(
+            {"prompt_token_ids": ids}, parameters, request_id=name, lora_request=adapter
+        ):
+            last = output
+        return tuple(float(at[token].logprob) for at, token in zip(last.prompt_logprobs[1:], ids[1:], strict=True))
 
     async def restarts(self, request_ids: list[str]) -> list[list[int] | None]:
         """For each request that has ended: after how many sampled tokens its KV was computed afresh."""

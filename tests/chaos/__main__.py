@@ -39,6 +39,7 @@ KINDS = {
     "archiver": "lorabridge.bridge.cli archiver",
 }
 _GUARD = "lorabridge.bridge.run.guard"
+_TRAINER_S = 10.0
 _START_S, _PROGRESS_S, _END_S = 300.0, 300.0, 900.0
 
 
@@ -131,8 +132,11 @@ def wait_for_config(demo: subprocess.Popen[bytes], run: Path) -> Settings:
 def progress(demo: subprocess.Popen[bytes], feed: Feed, versions: int, within_s: float) -> bool:
     """Wait until so many more versions are published; False if training has ended. Raises ``Failed``."""
     wanted, deadline = feed.news.head + versions, time.monotonic() + within_s
+    trains = time.monotonic()
     while feed.news.head < wanted:
-        if demo.poll() is not None or not processes(demo, "lorabridge.bridge.cli train"):
+        if demo.poll() is None and processes(demo, "lorabridge.bridge.cli train"):
+            trains = time.monotonic()
+        if time.monotonic() > trains + _TRAINER_S:  # not one that is being started again
             return False
         if time.monotonic() > deadline:
             raise Failed(f"no progress within {within_s:.0f} s: {feed.news.head} of version {wanted}")

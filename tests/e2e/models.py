@@ -11,11 +11,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
+from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.servable import check_adapter
 from lorabridge.bridge.store import Store
+from lorabridge.trainer.canary import CanaryModel
 from lorabridge.trainer.export import gather, plain_config, serialise
 
 END = 0
@@ -60,6 +62,17 @@ def make_adapter(base: Path, seed: int) -> Adapter:
     tensors = gather(get_peft_model(model, config), "default", main=True)
     assert tensors is not None
     return serialise(tensors, plain_config(config))
+
+
+def make_canary(base: Path, seed: int) -> Canary:
+    """The canary of ``make_adapter(base, seed)``."""
+    model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=RANK, lora_alpha=64, target_modules=list(TARGETS), init_lora_weights=False)
+    torch.manual_seed(seed)
+    peft = get_peft_model(model, config)
+    tensors = gather(peft, "default", main=True)
+    assert tensors is not None
+    return CanaryModel(peft, "default").canary(tensors, str(seed))
 
 
 def commit(store: Store, base: Path, policy: str, adapters: list[Adapter]) -> list[Manifest]:

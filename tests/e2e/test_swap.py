@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 
+from lorabridge.bridge.canary import judge
 from lorabridge.bridge.errors import GeneratorError, PluginMissing, SwapFailed, TokenRefused
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
@@ -21,7 +22,7 @@ from lorabridge.bridge.replay.scorer import Scorer
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator, Moved
 from lorabridge.rollout.wire import GENERATE
-from tests.e2e.models import END, commit, make_adapter, make_base
+from tests.e2e.models import END, commit, make_adapter, make_base, make_canary
 from tests.e2e.server import Server
 from tests.e2e.traffic import Traffic, generator_of, swap, trajectories_of
 
@@ -75,6 +76,24 @@ async def test_slots_are_attested_under_traffic_and_disturb_nothing(
         assert (await generator.state()).quarantine is None
     report = audit(trajectories_of(traffic.turns, fingerprint(base).digest), server.store, Scorer(base, server.store))
     assert (report.refuted, report.unverifiable) == (0, 0), report
+
+
+async def test_a_canary_matches_what_is_served_and_nothing_else(
+    server: Server, base: Path, pair: list[Manifest]
+) -> None:
+    canary = make_canary(base, 1)
+    async with generator_of(server) as generator:
+        await swap(generator, pair[0])
+        scores = await generator.score("pair", canary.sequences)
+        right = judge(canary, "pair", 1, scores.adapter, scores.base, "float32")
+        assert right.verdict == "match", right
+        assert right.error < 1e-4 < 0.1 < right.effect, right
+        # A publication that was withheld: version 1 is announced, and the slot still holds version 2.
+        await swap(generator, pair[1])
+        scores = await generator.score("pair", canary.sequences)
+        assert judge(canary, "pair", 1, scores.adapter, scores.base, "float32").verdict == "mismatch"
+        # The base answers for the adapter.
+        assert judge(canary, "pair", 1, scores.base, scores.base, "float32").verdict == "mismatch"
 
 
 async def test_a_first_swap_that_fails_leaves_the_policy_unserved(server: Server, misfit: Manifest) -> None:
@@ -158,8 +177,8 @@ def test_the_public_door_lets_generation_through_and_nothing_else(
 def test_the_control_door_answers_nobody_without_the_token(server: Server, token: str) -> None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     for method, path in [
-        ("GET", "/state"), ("GET", "/residency"), ("POST", "/swap"), ("POST", "/attest"), ("GET", "/metrics"),
-        ("GET", "/nothing"),
+        ("GET", "/state"), ("GET", "/residency"), ("POST", "/swap"), ("POST", "/attest"), ("POST", "/score"),
+        ("POST", "/judged"), ("POST", "/restarts"), ("GET", "/metrics"), ("GET", "/nothing"),
     ]:  # fmt: skip
         assert httpx.request(method, server.control + path, headers=headers).status_code == 401
 

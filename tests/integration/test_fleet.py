@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.errors import (
     GeneratorUnreachable,
     PluginMissing,
     SwapFailed,
     TokenRefused,
 )
+from lorabridge.bridge.events import Judged
 from lorabridge.bridge.residency import Served
 from tests.workers import Bench, FakeGenerator, until
 
@@ -156,3 +158,34 @@ async def test_a_redis_that_forgot_the_fence_gives_one_above_what_the_generator_
     async with bench.working():
         await until(lambda: bench.generator.serves == 1)
     assert bench.generator.fences[-1] == 42
+
+
+CANARY = Canary(sequences=((1, 2),), adapter=((-1.0,),), base=((-2.0,),), dtype="float32")
+
+
+async def test_a_version_with_a_canary_is_held_against_it_and_what_it_said_is_on_record(bench: Bench) -> None:
+    bench.generator.scores = (((-1.0,),), ((-2.0,),))
+    bench.publish(1, canary=CANARY)
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+    (judgement,) = bench.generator.judgements
+    assert (judgement.verdict, judgement.version) == ("match", 1)
+    (event,) = [event for event in bench.events() if isinstance(event, Judged)]
+    assert (event.generator, event.label, event.judgement) == (bench.generator.url, "i:1", judgement)
+
+
+async def test_a_generator_whose_canary_does_not_match_gets_no_work_until_one_does(bench: Bench) -> None:
+    bench.generator.scores = (((-2.0,),), ((-2.0,),))  # the base answers for the adapter
+    bench.publish(1, canary=CANARY)
+    async with bench.working():
+        await until(lambda: bool(bench.quarantines()))
+        assert "canary of policy version 1 is off by 1 nats" in bench.quarantines()[0].reason
+        bench.publish(2)  # one without a canary proves nothing
+        await until(lambda: bench.generator.serves == 2)
+        await asyncio.sleep(0.3)
+        assert bench.groups() == []
+        bench.generator.scores = (((-1.0,),), ((-2.0,),))
+        bench.publish(3, canary=CANARY)
+        await until(lambda: len(bench.groups()) == 3)
+    assert [judgement.verdict for judgement in bench.generator.judgements] == ["mismatch", "match"]
+    assert {span.version for g in bench.groups() for t in g.trajectories for span in t.spans} == {3}

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lorabridge.bridge import codec
-from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
+from lorabridge.bridge.canary import Canary, Judgement
+from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Judged, Published, Quarantine, Resident
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.ledger import tables
 from lorabridge.bridge.manifest import Manifest
@@ -51,11 +52,16 @@ groups = st.builds(
     Group, group=int64, attempt=int64, worker=text,
     trajectories=st.lists(trajectories, min_size=1, max_size=2).map(tuple),
 )  # fmt: skip
+logprobs = st.lists(st.lists(st.floats(-1e3, 0), max_size=2).map(tuple), max_size=2).map(tuple)
+canaries = st.builds(
+    Canary, sequences=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=2).map(tuple), max_size=2).map(tuple),
+    adapter=logprobs, base=logprobs, dtype=text,
+)  # fmt: skip
 manifests = st.builds(
     Manifest, policy=text, version=int64, digest=text, parent=st.none() | text,
     base=st.builds(Fingerprint, checkpoint=text, tokenizer=text, template=text), rank=count,
     targets=st.lists(text, max_size=3).map(tuple), dtype=text, step=int64, epoch=int64, run=text, created_ms=int64,
-    size=int64, canary=st.none(), consumed=st.none(), schema=st.just(1),
+    size=int64, canary=st.none() | canaries, consumed=st.none(), schema=st.just(1),
 )  # fmt: skip
 
 HAPPENINGS: list[Happening] = [
@@ -72,6 +78,9 @@ HAPPENINGS: list[Happening] = [
     Dropped(policy="p", trajectories=("r/2.1/0",), reason="too old"),
     Quarantine(subject="r/3.1/0", reason="no residency record"),
     Published(policy="p", version=2, digest="d", step=1, phases_ms={"export": 3.0}),
+    Judged(generator="g", label="i:3", judgement=Judgement(
+        policy="p", version=2, verdict="match", floor=1e-6, error=2e-6, effect=0.5, smallest=1e-5
+    )),
 ]  # fmt: skip
 
 
@@ -103,8 +112,8 @@ def test_events_come_back_as_they_were_sent() -> None:
     sent = [_event(happening) for happening in HAPPENINGS]
     table = tables.build("events", [(f"{at}-0", _fields(event)) for at, event in enumerate(sent)])["events"]
     assert list(tables.events(table)) == sent
-    assert table["kind"].to_pylist() == ["resident", "consumed", "dropped", "quarantine", "published"]
-    assert [json.loads(body)["source"] for body in table["body"].to_pylist()] == ["s"] * 5
+    assert table["kind"].to_pylist() == ["resident", "consumed", "dropped", "quarantine", "published", "judged"]
+    assert [json.loads(body)["source"] for body in table["body"].to_pylist()] == ["s"] * 6
 
 
 def test_every_kind_of_happening_is_tried() -> None:
@@ -119,6 +128,7 @@ def test_every_kind_of_happening_is_tried() -> None:
         (2, {"trajectories": ["r/2.1/0"], "reason": "too old"}),
         (3, {"subject": "r/3.1/0", "reason": "no residency record"}),
         (4, {"policy": "p", "version": 2, "digest": "d", "step": 1}),
+        (5, {"generator": "g", "policy": None}),
     ],
 )
 def test_flat_columns_of_events(at: int, columns: dict[str, Any]) -> None:

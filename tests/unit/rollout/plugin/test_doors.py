@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
+from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
 from lorabridge.rollout.plugin import doors
 from lorabridge.rollout.plugin.control import Control
@@ -36,6 +37,7 @@ class FakeSwapper:
     def __init__(self) -> None:
         self.quarantine: str | None = None
         self.fence = 0
+        self.canary: Judgement | None = None
         self.residency = make_residency(3, 1)
         self.answer: Exception | None = None
         self.asked: list[SwapRequest] = []

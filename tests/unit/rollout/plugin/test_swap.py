@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabridge.bridge.canary import Judgement, Logprobs
 from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
 from lorabridge.bridge.residency import KvMode, Residency, Served
 from lorabridge.rollout.plugin.swap import Outdated, Swapper
 from lorabridge.rollout.plugin.vllm_engine import PlacementFailed
-from lorabridge.rollout.wire import SwapRequest
+from lorabridge.rollout.wire import ScoreRequest, SwapRequest
 from tests.factories import digest_of
 
 
@@ -52,6 +54,9 @@ class FakeEngine:
     async def attest(self, policy: str) -> None:
         if policy in self.tampered:
             raise PlacementFailed("the slot has changed since it was proven")
+
+    async def score(self, policy: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        return tuple((-1.0 if policy else -2.0,) * (len(row) - 1) for row in sequences)
 
     async def remove(self, policy: str) -> None:
         self._call(f"remove {policy}")
@@ -375,3 +380,22 @@ async def test_no_policy_takes_the_bases_name() -> None:
     await bench.swapper.begin()
     with pytest.raises(SwapFailed, match="the base model is called"):
         await bench.swapper.swap(bench.request(1, policy="base"))
+
+
+async def test_a_canary_that_does_not_match_quarantines_and_one_that_does_is_only_noted() -> None:
+    bench = Bench()
+    await bench.swapper.swap(bench.request(1))
+    good = Judgement(policy="p", version=1, verdict="match", floor=1e-6, error=1e-6, effect=1.0, smallest=1e-5)
+    await bench.swapper.judged(good)
+    assert (bench.swapper.canary, bench.swapper.quarantine) == (good, None)
+    await bench.swapper.judged(msgspec.structs.replace(good, verdict="mismatch", error=1.0))
+    assert "canary of p version 1 is off by 1 nats" in (bench.swapper.quarantine or "")
+
+
+async def test_only_what_is_served_is_scored() -> None:
+    bench = Bench()
+    await bench.swapper.swap(bench.request(1))
+    scores = await bench.swapper.score(ScoreRequest(policy="p", sequences=((1, 2),)))
+    assert (scores.adapter, scores.base, scores.label) == (((-1.0,),), ((-2.0,),), "i:1")
+    with pytest.raises(Outdated):
+        await bench.swapper.score(ScoreRequest(policy="other", sequences=((1, 2),)))

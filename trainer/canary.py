@@ -34,7 +34,10 @@ class CanaryModel:
             if "lora_" not in name
         }
         self._model = copy.deepcopy(model, shared).eval()
-        # The trainer's own attention expects rows packed by the trainer.
+        # What the trainer put in the way of the model's own forward works on the trainer's model, and its attention
+        # expects rows that it has packed.
+        for module in self._model.modules():
+            vars(module).pop("forward", None)
         self._model.get_base_model().set_attn_implementation("sdpa")
         self._adapter_name = adapter_name
         self._vocabulary = int(self._model.get_base_model().config.vocab_size)

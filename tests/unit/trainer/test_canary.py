@@ -60,6 +60,18 @@ def test_training_goes_on_and_neither_disturbs_the_other(model: Any) -> None:
     assert all(torch.equal(after[name], parameter) for name, parameter in model.named_parameters())
 
 
+def test_what_the_trainer_puts_in_the_way_of_forward_is_not_in_the_copys(model: Any) -> None:
+    tensors = gather(model, "default", main=True)
+    assert tensors is not None
+    plain = CanaryModel(model, "default").canary(tensors, "seed")
+
+    def packed_only(*_: Any, **__: Any) -> None:
+        raise AssertionError("rows must be packed")
+
+    model.get_base_model().forward = packed_only
+    assert CanaryModel(model, "default").canary(tensors, "seed") == plain
+
+
 def test_it_holds_the_base_once(model: Any) -> None:
     beside: Any = canary_model(model, "default")
     own = {id(p) for p in beside._model.parameters()} - {id(p) for p in model.parameters()}

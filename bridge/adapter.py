@@ -1,9 +1,8 @@
-"""An adapter in memory: its bytes, its header, its configuration."""
+"""An adapter in memory: its bytes, its header, and whether its configuration is one that vLLM serves."""
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any
 
 import msgspec
@@ -18,8 +17,18 @@ _MAX_HEADER = 100 * 1024 * 1024
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ACTION = "Change the adapter's configuration and publish again"
 _SAVE_AGAIN = "Save the adapter again"
-# Inits that leave the base's weights alone (vllm/lora/peft_helper.py).
-_PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# Inits that leave the base's weights alone. vLLM takes lora_ga as well (vllm/lora/peft_helper.py), but PEFT subtracts
+# from the base as training begins, so that trainer and server would sample from different models.
+_PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+# Fields of PEFT 0.18 to 0.21 that vLLM reads as PEFT does, that say nothing once tensors exist, or that only training
+# reads. vLLM passes any other field by: one that is set may be a kind of LoRA that it does not know.
+_HARMLESS = frozenset({
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
+    "task_type", "use_rslora",
+})  # fmt: skip
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -105,28 +114,46 @@ def check_config(config: dict[str, Any], max_rank: int) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterUnservable(f"peft_type is {kind!r}; vLLM serves LORA only", action=_ACTION)
-    for field in ("use_dora", "modules_to_save", "target_parameters", "fan_in_fan_out", "trainable_token_indices",
-                  "layer_replication", "alora_invocation_tokens", "lora_bias", "use_bdlora", "use_qalora",
-                  "arrow_config", "kasa_config", "monteclora_config"):  # fmt: skip
-        if config.get(field):
+    for field in sorted(config.keys() - _HARMLESS):
+        if config[field]:
             raise AdapterUnservable(f"{field} is {config[field]!r}; vLLM cannot serve it as an adapter", action=_ACTION)
     if config.get("bias", "none") != "none":
         raise AdapterUnservable(f"bias is {config['bias']!r}; vLLM would drop the biases", action=_ACTION)
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
         raise AdapterUnservable(f"init_lora_weights {init!r} changes the base's own weights", action=_ACTION)
-    targets = config.get("target_modules") or []
-    for target in targets if isinstance(targets, list | tuple | set | frozenset) else [targets]:
-        if not isinstance(target, str):
-            raise AdapterCorrupt(f"target_modules holds {target!r}, not a name", action=_SAVE_AGAIN)
-        if "lm_head" in target or "embed_tokens" in target:
-            raise AdapterUnservable(f"target_modules names {target!r}; vLLM serves it wrong", action=_ACTION)
+    _check_targets(config.get("target_modules"))
+    _check_alphas(config)
     rank = largest_rank(config)
     if rank > max_rank:
         raise AdapterUnservable(
             f"rank {rank} is above the {max_rank} that the servers take",
             action=f"Lower r, or serve with a max_lora_rank of {slot_rank(rank)}",
         )
+
+
+def _check_targets(targets: Any) -> None:
+    if not targets:
+        raise AdapterUnservable("target_modules is missing, and vLLM asks for it", action=_ACTION)
+    for target in targets if isinstance(targets, list | tuple | set | frozenset) else [targets]:
+        if not isinstance(target, str):
+            raise AdapterCorrupt(f"target_modules holds {target!r}, not a name", action=_SAVE_AGAIN)
+        if "lm_head" in target or "embed_tokens" in target:
+            raise AdapterUnservable(
+                f"target_modules names {target!r}; with it PEFT saves the base's own weights, which vLLM passes by",
+                action=_ACTION,
+            )
+
+
+def _check_alphas(config: dict[str, Any]) -> None:
+    pattern = config.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise AdapterCorrupt(f"alpha_pattern is {pattern!r}, not a table", action=_SAVE_AGAIN)
+    for name, alpha in [("lora_alpha", config.get("lora_alpha")), *pattern.items()]:
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise AdapterCorrupt(f"{name} is {alpha!r}, not a number", action=_SAVE_AGAIN)
+        if alpha == 0:
+            raise AdapterUnservable(f"{name} is 0: the base would answer for the adapter", action=_ACTION)
 
 
 def largest_rank(config: dict[str, Any]) -> int:
@@ -139,17 +166,6 @@ def largest_rank(config: dict[str, Any]) -> int:
         if type(rank) is not int or rank < 1:
             raise AdapterCorrupt(f"{name} is {rank!r}, not a rank", action=_SAVE_AGAIN)
     return int(max(rank for _, rank in ranks))
-
-
-def rank_of(module: str, config: dict[str, Any]) -> int:
-    """The rank of one module: the first pattern that matches the end of its name wins, as in PEFT and vLLM."""
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return int(rank)
-        except re.error as error:
-            raise AdapterCorrupt(f"rank_pattern {pattern!r}: {error}", action=_SAVE_AGAIN) from error
-    return int(config["r"])
 
 
 def slot_rank(rank: int) -> int:

@@ -31,8 +31,15 @@ def token_lags(spans: Sequence[Span], steps: Mapping[tuple[str, int], int], trai
         spans: of one trajectory.
         steps: optimizer step that each (policy, version) was made at.
         trained_at: optimizer steps taken before the step that trains on the tokens.
+
+    Raises:
+        ValueError: a version was made later than that, so the steps are not those of the trainer that made it.
     """
-    return [(trained_at - steps[span.policy, span.version], span.end - span.start) for span in spans]
+    lags = [(trained_at - steps[span.policy, span.version], span.end - span.start) for span in spans]
+    if any(lag < 0 for lag, _ in lags):
+        made_at = trained_at - min(lags)[0]
+        raise ValueError(f"a version made at step {made_at} cannot be trained on after {trained_at} steps")
+    return lags
 
 
 def summarise(lags: Iterable[tuple[int, int]]) -> LagSummary:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from lorabridge.bridge.codec import UNREADABLE
 from lorabridge.bridge.errors import ModelError
+
+_MAX_JSON = 64 * 1024 * 1024
 
 
 def model_folder(path: str, revision: str | None = None, *, download: bool = True) -> Path:
@@ -31,6 +34,34 @@ def model_folder(path: str, revision: str | None = None, *, download: bool = Tru
         raise ModelError(
             f"{path} is neither a folder nor a hub model that can be had: {error}", action="Correct [model] path"
         ) from error
+
+
+def read_json(file: Path) -> dict[str, object]:
+    """A JSON file of a model's folder; empty if it is not there. Raises ``ModelError``."""
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > _MAX_JSON:
+        raise ModelError(f"{file} is over {_MAX_JSON} bytes", action="Look at what it is; nothing of it was read")
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except UNREADABLE as error:
+        raise ModelError(f"{file} is not JSON: {error}", action="Save the model again") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder, sorted.
+
+    Raises:
+        ModelError: it has none; what it has instead is named.
+    """
+    if found := sorted(folder.glob("*.safetensors")):
+        return found
+    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(kind))
+    instead = f" but {others[0]}, which adapters cannot be checked against" if others else ""
+    raise ModelError(
+        f"{folder} has no *.safetensors weights{instead}",
+        action="Load it with AutoModelForCausalLM and save it again: save_pretrained writes safetensors",
+    )
 
 
 class _Eos(msgspec.Struct):

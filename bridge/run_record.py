@@ -85,13 +85,16 @@ def check_joins(run: RunRecord, mine: RunRecord) -> None:
 
 
 def check_base(expected: Fingerprint, found: Fingerprint, who: str) -> None:
-    """Raise ``RunMismatch`` naming the part of the base model in which ``who`` differs from the trainer."""
-    if different := expected.differences(found):
-        part = different[0]
-        raise RunMismatch(
-            f"the base model's {part} differs: {who} has {getattr(found, part)}, the trainer {getattr(expected, part)}",
-            action=f"Use the same model folder (or revision) everywhere: {', '.join(different)}",
+    """Raise ``RunMismatch`` naming the parts of the base model in which ``who`` differs from the trainer, and how."""
+    differences = []
+    for part in expected.differences(found):
+        how = found.how(expected, part)
+        differences.append(
+            f"the base model's {part} differs: {who} has {getattr(found, part)}, the trainer {getattr(expected, part)}"
+            + (f" ({how})" if how else "")
         )
+    if differences:
+        raise RunMismatch("; ".join(differences), action="Use the same model folder (or revision) everywhere")
 
 
 def environment_digest(reference: str) -> str:

@@ -13,7 +13,7 @@ import math
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -28,6 +28,7 @@ from pydantic_settings import (
 from lorabridge.bridge.adapter import slot_rank
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import check_policy_name
+from lorabridge.bridge.store.address import StoreUrl
 from lorabridge.bridge.trajectory import Sampling
 
 BASE_NAME = "base"
@@ -45,7 +46,7 @@ class RunSection(Section):
 
     id: str = Field("run", description="name of the run: part of every Redis key and trajectory id")
     dir: Path = Field(Path("runs/run"), description="folder that the run leaves behind")
-    seed: int = 0
+    seed: int = Field(0, description="of the prompts' order")
 
     @field_validator("id")
     @classmethod
@@ -89,8 +90,9 @@ class RedisSection(Section):
 class StoreSection(Section):
     """[store]"""
 
-    url: str = Field("", description="folder or file:// URL; '' is <run.dir>/store")
+    url: StoreUrl = Field("", description="folder, s3://bucket/prefix, http(s):// to read only; '' is <run.dir>/store")
     max_adapter_bytes: int = Field(8 * 1024**3, gt=0)
+    keep: int = Field(0, ge=0, description="versions whose adapters stay; 0: all, since the audit needs them")
 
 
 # Arguments of AsyncGRPOConfig that a run sets itself, and the key that says what they are.
@@ -147,9 +149,7 @@ class RolloutSection(Section):
     groups_ahead: int = Field(
         0, ge=0, description="groups that may be started and not yet finished; 0: one step's worth more than the least"
     )
-    group_timeout_s: float = Field(
-        120, gt=0, description="an attempt at a group that takes longer is ended, and counted"
-    )
+    group_timeout_s: float = Field(120, gt=0, description="an attempt at a group is ended after that, and counted")
 
     @property
     def sampling(self) -> Sampling:
@@ -190,11 +190,10 @@ class GeneratorsSection(Section):
         for url in value:
             if info.field_name == "control" and url.startswith("unix:"):
                 continue
+            form = "http://host:port" + (" or unix:PATH" if info.field_name == "control" else "")
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.netloc:
-                raise ValueError(
-                    f"{url!r} is not http://host:port" + (" or unix:PATH" * (info.field_name == "control"))
-                )
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+                raise ValueError(f"{url!r} is not {form}")
         return value
 
     def doors(self, place: int) -> tuple[str, str]:
@@ -210,6 +209,10 @@ class PublishSection(Section):
     """[publish]"""
 
     every: int = Field(1, ge=1, description="optimizer steps between versions")
+    wait: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        0, description="generators that must serve a version before training goes on; 'all', or 0: it does not wait"
+    )
+    wait_s: float = Field(30, gt=0, description="how long it waits for them, at most")
     max_lora_rank: int = Field(0, ge=0, description="what the servers take; 0: the smallest that fits policy.rank")
 
 
@@ -293,6 +296,12 @@ class Settings(BaseSettings):
         return self.rollout.groups_ahead or self.least_groups_ahead + math.ceil(
             self.samples_per_step / self.rollout.num_generations
         )
+
+    @property
+    def generators_wanted(self) -> int:
+        """Generators that must serve a version before training goes on."""
+        everyone = len(self.generators.urls) or self.generators.count
+        return everyone if self.publish.wait == "all" else min(self.publish.wait, everyone)
 
     @property
     def store_url(self) -> str:
@@ -388,22 +397,3 @@ def _as_value_error(check: Callable[[str], str], value: str) -> str:
         return check(value)
     except ConfigError as error:
         raise ValueError(f"{error.problem}. {error.action}") from error
-
-
-def to_toml(settings: Settings) -> str:
-    """The resolved configuration as TOML, every key written out (None is left out, as TOML has no null)."""
-    lines: list[str] = []
-    for section, values in settings.model_dump(mode="json").items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    # JSON's strings, numbers and booleans are TOML's, but for surrogate pairs and the one control character it leaves.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

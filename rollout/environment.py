@@ -88,7 +88,7 @@ async def score(
     """Rewards of a group's completions by function name, each called once with the whole group, as TRL does.
 
     A function that is not a coroutine runs in a thread, so that it holds up no other group. A reward that is not a
-    finite number counts as None.
+    finite number counts as None, and each function that gave any is logged once.
 
     Raises:
         ValueError: a function did not return one reward per completion.
@@ -109,18 +109,12 @@ async def score(
         rewards = await answer if inspect.isawaitable(answer) else answer
         if len(rewards) != count:
             raise ValueError(f"reward function {name} returned {len(rewards)} rewards for {count} completions")
+        odd = [reward for reward in rewards if reward is not None and not math.isfinite(reward)]
+        if odd:
+            log.warning("reward function %s: %d of %d rewards count as None, such as %s", name, len(odd), count, odd[0])
         for rewarded, reward in zip(scored, rewards, strict=True):
-            rewarded[name] = _finite(name, reward)
+            rewarded[name] = None if reward is None or not math.isfinite(reward) else float(reward)
     return scored
-
-
-def _finite(name: str, reward: float | None) -> float | None:
-    if reward is None:
-        return None
-    if not math.isfinite(reward):
-        log.warning("reward function %s returned %s, which counts as None", name, reward)
-        return None
-    return float(reward)
 
 
 def total(rewards: Mapping[str, float | None]) -> float | None:

@@ -135,6 +135,8 @@ class Member:
         if ours and wanted and (behind or (state and state.quarantine)):
             await self._swap(wanted, self._now)
             await self._prove(wanted)
+        elif ours and wanted and state and not _was_judged(state, wanted):
+            await self._prove(wanted)  # whoever swapped it in did not come to it
         if self._suspected is not None:
             raise self._suspected
         self._enter()
@@ -205,3 +207,11 @@ class Member:
 
 def _names(manifest: Manifest) -> tuple[str, int, str]:
     return manifest.policy, manifest.version, manifest.digest
+
+
+def _was_judged(state: GeneratorState, manifest: Manifest) -> bool:
+    """Whether the generator has been held against this version's canary, if it has one."""
+    judged = state.canary
+    return manifest.canary is None or (
+        judged is not None and (judged.policy, judged.version) == (manifest.policy, manifest.version)
+    )

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import cast
 
 import redis.asyncio
@@ -94,8 +95,8 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [self._listen(), self._check_head(), self._renew(), self._sample()]
-                loops += [member.run(self._stopping) for member in self.members]
+                loops: list[Callable[[], Awaitable[None]]] = [self._listen, self._check_head, self._renew, self._sample]
+                loops += [partial(member.run, self._stopping) for member in self.members]
                 running = [tasks.create_task(self._until_stopped(loop)) for loop in loops]
                 await self._stopping.wait()
                 for task in running:
@@ -105,13 +106,13 @@ class Worker:
         if self._failure is not None:
             raise self._failure
 
-    async def _until_stopped(self, loop: Coroutine[None, None, None]) -> None:
+    async def _until_stopped(self, loop: Callable[[], Awaitable[None]]) -> None:
         """Run one loop; its failure stops the worker.
 
         Every loop also looks at ``_stopping``, since redis-py can swallow a cancellation while it connects.
         """
         try:
-            await loop
+            await loop()
         except Exception as failed:
             error = first_of(failed) if isinstance(failed, BaseExceptionGroup) else failed
             if self._stopping.is_set():  # what ends on the way out ends for good; the leases see to the rest

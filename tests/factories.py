@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from lorabridge.bridge.adapter import Adapter
+from lorabridge.bridge.base_shapes import Shapes
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import KvMode, Residency, Served
@@ -18,6 +19,10 @@ from lorabridge.bridge.trajectory import Group, Sampling, Span, Trajectory, Turn
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 WIDTH = 16
+SHAPES = Shapes(
+    linear={f"model.layers.0.self_attn.{name}": (WIDTH, WIDTH) for name in ("q_proj", "v_proj")},
+    closed={"lm_head": "is the output head", "model.norm": "is no linear layer"},
+)
 
 
 def digest_of(text: str) -> str:

@@ -74,8 +74,9 @@ class FakeGenerator:
     async def state(self) -> GeneratorState:
         self._answer()
         return GeneratorState(
-            residency=self.records[-1], quarantine=None, running=0, facts=FACTS, fence=max(self.fences, default=0)
-        )
+            residency=self.records[-1], quarantine=None, running=0, facts=FACTS, fence=max(self.fences, default=0),
+            canary=self.judgements[-1] if self.judgements else None,
+        )  # fmt: skip
 
     async def residencies(self, after: int) -> list[Residency]:
         self._answer()

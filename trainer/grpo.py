@@ -25,6 +25,7 @@ from lorabridge.bridge.errors import BridgeError, CodecError
 from lorabridge.bridge.events import Consumed, Dropped, Happening, Quarantine, event_fields
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, resolve_run
+from lorabridge.bridge.servable import check_targets
 from lorabridge.bridge.settings import PolicySection, Settings, load
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
@@ -32,18 +33,21 @@ from lorabridge.bridge.stream.groups import GroupReader
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.trajectory import Trajectory
 from lorabridge.trainer.publisher import Line, Publisher, take_over
+from lorabridge.trainer.quorum import Quorum
 
 if TYPE_CHECKING:
     from lorabridge.trainer.source import Consumption
 
 log = logging.getLogger("lorabridge.trainer")
 
+_OTHER_RANKS_S = 2.0
+
 
 class MainRank:
     """What only the main rank has: the connections, the source and the publisher."""
 
     def __init__(
-        self, settings: Settings, run: RunRecord, line: Line, shapes: Shapes | None, client: redis.Redis, store: Store,
+        self, settings: Settings, run: RunRecord, line: Line, shapes: Shapes, client: redis.Redis, store: Store,
         config: dict[str, Any],
     ) -> None:  # fmt: skip
         from lorabridge.trainer.export import serialise
@@ -75,6 +79,9 @@ class MainRank:
             now_ms=self.now_ms,
             canary_every=settings.canary.every,
         )
+
+        wanted = settings.generators_wanted
+        self.quorum = Quorum(client, keys, run.policy, wanted, settings.publish.wait_s) if wanted else None
 
     def now_ms(self) -> int:
         """The stream's clock."""
@@ -173,6 +180,7 @@ def train(settings: Settings) -> None:
         source=main.source if main else None,
         publisher=main.publisher if main else None,
         on_consumed=main.consumed if main else None,
+        quorum=main.quorum if main else None,
     )
     with errors(settings.redis):
         try:
@@ -189,8 +197,7 @@ def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> Main
     run = resolve_run(settings, folder)
     keys = Keys(run.run)
     shapes = base_shapes(folder)
-    if shapes is None:
-        log.warning("%s has no safetensors: adapters cannot be compared with the base's shapes", folder)
+    check_targets(config, shapes)
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
     with errors(settings.redis):
         # The epoch first: workers then serve nothing of an earlier trainer, whose samples would be dropped here.
@@ -221,6 +228,9 @@ def main() -> int:
         print(f"lorabridge: {error.diagnostics()}", file=sys.stderr)
         return error.exit_code
     except Exception:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # Perhaps only for want of another rank, which has said why it failed: torchrun then ends this one now.
+            time.sleep(_OTHER_RANKS_S)
         log.exception("the trainer failed")
         return 1
     return 0

@@ -55,7 +55,7 @@ class Publisher:
     Args:
         serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
         canary_every: publishes between canaries, the first included; 0: none.
-        shapes: the base's matrices, None if they cannot be read.
+        shapes: the base's modules, which every adapter is checked against.
         max_rank: largest LoRA rank the servers take.
         now_ms: the stream's clock.
 
@@ -65,7 +65,7 @@ class Publisher:
     """
 
     def __init__(
-        self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes | None,
+        self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes,
         max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
         canary_every: int = 0,
     ) -> None:  # fmt: skip
@@ -78,9 +78,10 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: list[Future[Manifest | None]] = []
         self._failed = False
+        self._queued = line.newest.version if line.newest else 0
 
-    def publish(self, tensors: Any, step: int, since: float) -> None:
-        """Queue a version and return.
+    def publish(self, tensors: Any, step: int, since: float) -> int:
+        """Queue a version and return its number.
 
         Args:
             tensors: what ``serialise`` takes; the caller must not write to it any more.
@@ -93,6 +94,8 @@ class Publisher:
         self.check()
         blocked_ms = (time.perf_counter() - since) * 1000
         self._pending.append(self._thread.submit(self._in_turn, tensors, step, blocked_ms))
+        self._queued += 1
+        return self._queued
 
     def check(self) -> None:
         """Raise what an earlier publish failed with."""

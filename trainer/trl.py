@@ -21,6 +21,7 @@ from lorabridge.bridge.errors import AdapterUnservable
 from lorabridge.trainer.canary import canary_model
 from lorabridge.trainer.export import gather
 from lorabridge.trainer.publisher import Publisher
+from lorabridge.trainer.quorum import Quorum
 from lorabridge.trainer.source import Consumption, Sample, TrajectorySource
 
 _POLL_S = 5.0
@@ -107,6 +108,7 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         publisher: of versions, on the main rank; None on the others.
         on_consumed: told on the main rank what each optimizer step trained on, after it; answers with the
             token-weighted seconds from sampled to trained.
+        quorum: on the main rank, if training is to wait until a version is served; None: it goes on.
 
     Raises:
         AdapterUnservable: there is no PEFT adapter to publish.
@@ -114,8 +116,9 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     def __init__(
         self, *arguments: Any, source: TrajectorySource | None, publisher: Publisher | None,
-        on_consumed: Callable[[Consumption], float] | None, **keywords: Any,
+        on_consumed: Callable[[Consumption], float] | None, quorum: Quorum | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
+        self._quorum = quorum
         self._source, self._publisher, self._on_consumed = source, publisher, on_consumed
         self._published_at = -1
         super().__init__(*arguments, rollout_worker=source, weight_transfer=NoTransfer(), **keywords)
@@ -155,9 +158,12 @@ class BridgeGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         model = self.accelerator.unwrap_model(self.model)
         tensors = gather(model, self._adapter_name, self.accelerator.is_main_process)
         if self._publisher is not None:
-            self._publisher.publish(tensors, self.state.global_step, started)
+            version = self._publisher.publish(tensors, self.state.global_step, started)
             self.model_version += 1
             self._metrics["train"]["publish/blocked_s"].append(time.perf_counter() - started)
+            if self._quorum is not None:
+                self._quorum.wait(version, self._publisher.check)
+                self._metrics["train"]["publish/quorum_s"].append(time.perf_counter() - started)
 
     def end_step(self) -> None:
         """Acknowledge what the step used, and log its lag."""

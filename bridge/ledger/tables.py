@@ -49,7 +49,12 @@ _SAMPLING = pa.struct({
     "temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64(), "min_p": pa.float64(),
     "repetition_penalty": pa.float64(), "max_tokens": pa.int64(),
 })  # fmt: skip
-_BASE = pa.struct({"checkpoint": pa.string(), "tokenizer": pa.string(), "template": pa.string()})
+_TRAITS = pa.struct({
+    "config": pa.string(), "weights": pa.int64(), "tokens": pa.list_(pa.int32()), "template": pa.int64(),
+})  # fmt: skip
+_BASE = pa.struct({
+    "checkpoint": pa.string(), "tokenizer": pa.string(), "template": pa.string(), "traits": _TRAITS,
+})  # fmt: skip
 
 _LOGPROBS = pa.list_(pa.list_(pa.float64()))
 _CANARY = pa.struct({

@@ -17,7 +17,7 @@ import msgspec
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.replay.checks import Line, check_residency, check_turn
 from lorabridge.bridge.replay.scorer import Chain, ChainScore, Piece, PieceScore
-from lorabridge.bridge.replay.verdict import TOLERANCES, Finding, Verdict, divisor, judge, worst
+from lorabridge.bridge.replay.verdict import TOLERANCES, Audit, Finding, Verdict, divisor, judge, worst
 from lorabridge.bridge.residency import Residency
 from lorabridge.bridge.store import Store
 from lorabridge.bridge.trajectory import Span, Trajectory
@@ -69,27 +69,14 @@ class SpanReport(msgspec.Struct, frozen=True, kw_only=True):
         return worst([verdict for verdict, count in self.counts.items() if count])
 
 
-class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+class AuditReport(Audit, frozen=True, kw_only=True):
     """The verdicts on every token that was audited.
 
     Attributes:
-        trajectories, tokens: how many were looked at.
-        confirmed, indistinct, refuted, unverifiable: tokens; they sum up to ``tokens``.
-        discriminated: tokens that could tell versions apart.
-        max_error: largest distance from a recorded logprob, in nats; infinite where one is not a number, None if
-            nothing was recomputed.
         reasons: tokens by reason, of those that are not confirmed.
         refuted_trajectories: ids of the first ``LISTED`` with a refuted token.
     """
 
-    trajectories: int
-    tokens: int
-    confirmed: int
-    indistinct: int
-    refuted: int
-    unverifiable: int
-    discriminated: int
-    max_error: float | None
     reasons: dict[str, int]
     refuted_trajectories: tuple[str, ...]
 
@@ -100,8 +87,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def figures(self) -> dict[str, int | float | None]:
         """The counts and the largest error: what ``lorabridge audit --json`` prints (null for infinite)."""
-        names = ("trajectories", "tokens", "confirmed", "indistinct", "refuted", "unverifiable", "discriminated")
-        return {**{name: getattr(self, name) for name in names}, "max_error": self.max_error}
+        return {name: getattr(self, name) for name in Audit.__struct_fields__}
 
 
 def audit(

@@ -73,6 +73,27 @@ class Judgement(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of an audit: the last line of ``lorabridge audit --json``.
+
+    Attributes:
+        trajectories, tokens: how many were looked at.
+        confirmed, indistinct, refuted, unverifiable: tokens; they sum up to ``tokens``.
+        discriminated: tokens that could tell versions apart.
+        max_error: largest distance from a recorded logprob, in nats; infinite where one is not a number (null in
+            JSON), None if nothing was recomputed.
+    """
+
+    trajectories: int
+    tokens: int
+    confirmed: int
+    indistinct: int
+    refuted: int
+    unverifiable: int
+    discriminated: int
+    max_error: float | None
+
+
 def judge(recorded: float, own: float, neighbours: Sequence[float], tolerance: float) -> Judgement:
     """The verdict on one token; all logprobs in nats.
 

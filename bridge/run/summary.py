@@ -11,22 +11,10 @@ import msgspec
 
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.replay.verdict import Audit
 from lorabridge.bridge.trajectory import Trajectory
 
 H = TypeVar("H", bound=Happening)
-
-
-class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line of ``lorabridge audit --json``. Counts are tokens, ``trajectories`` aside."""
-
-    trajectories: int
-    tokens: int
-    confirmed: int
-    indistinct: int
-    refuted: int
-    unverifiable: int
-    discriminated: int
-    max_error: float | None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +22,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reward_first, reward_last: means over the first and the last fifth of the steps.
-        steps: optimizer steps.
+        steps: optimizer steps that stand: a trainer that starts afresh undoes those before it. What was sampled,
+            published, dropped and audited is counted over the whole ledger.
         versions_published: versions in the ledger.
         trajectories, tokens: sampled and delivered, trained on or not.
         multi_span_trajectories: of which the weights changed in the middle.
@@ -124,9 +113,19 @@ def summarise(
 
 
 def consumed(events: Iterable[Event], policy: str) -> list[tuple[int, Consumed]]:
-    """(at_ms, step) of every optimizer step, in order; a step that was taken again counts as it was taken last."""
-    latest = {step.step: (at_ms, step) for at_ms, step in _of(Consumed, events) if step.policy == policy}
-    return [latest[number] for number in sorted(latest)]
+    """(at_ms, step) of every optimizer step, in order.
+
+    A step that was taken again counts as it was taken last, and undoes those that had come after it: a trainer that
+    starts afresh begins with step 0, and its predecessor's later steps are no part of what it made.
+    """
+    standing: list[tuple[int, Consumed]] = []
+    for at_ms, step in _of(Consumed, events):
+        if step.policy != policy:
+            continue
+        while standing and standing[-1][1].step >= step.step:
+            standing.pop()
+        standing.append((at_ms, step))
+    return standing
 
 
 def speed(steps: Sequence[tuple[int, Consumed]]) -> tuple[float | None, float | None]:

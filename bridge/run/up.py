@@ -18,16 +18,18 @@ import msgspec
 from rich.console import Console
 
 from lorabridge.bridge.errors import ConfigError, GeneratorUnreachable, MachineError
+from lorabridge.bridge.replay.verdict import Audit
 from lorabridge.bridge.run.feed import Feed
 from lorabridge.bridge.run.interrupts import Interrupts
 from lorabridge.bridge.run.panel import Display
 from lorabridge.bridge.run.pictures import draw
 from lorabridge.bridge.run.processes import Child, died
-from lorabridge.bridge.run.summary import Audit, Summary, consumed, summarise
+from lorabridge.bridge.run.summary import Summary, consumed, summarise
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
-from lorabridge.bridge.settings import Settings, to_toml
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.token import ensure_token
+from lorabridge.bridge.toml import to_toml
 
 PASSWORD = "LORABRIDGE_REDIS_PASSWORD"
 _CLI = "lorabridge.bridge.cli"
@@ -192,7 +194,7 @@ def without_password(url: str) -> tuple[str, str | None]:
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     given = [value for name, value in query if name == "password"]
-    password = unquote(parts.password) if parts.password is not None else (given[-1] if given else None)
+    password = unquote(parts.password) if parts.password is not None else (given[0] if given else None)
     host = parts.netloc.rpartition("@")[2]
     netloc = f"{parts.username}@{host}" if parts.username else host
     kept = urlencode([(name, value) for name, value in query if name != "password"])

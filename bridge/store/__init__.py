@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from lorabridge.bridge.adapter import Adapter
-from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.store.address import check_store_url
 from lorabridge.bridge.store.local import LocalStore
 
 DEFAULT_MAX_BYTES = 8 * 1024**3
 
 
 class Store(Protocol):
-    """What every backend does; ``tests/contract`` holds each to it."""
+    """What every backend does; ``tests/contract`` holds each to it.
+
+    A store that can only be read raises ``ConfigError`` from everything else. Every call raises ``StoreError`` where
+    a store that is not on this machine does not answer or refuses.
+    """
 
     @property
     def url(self) -> str: ...
@@ -42,7 +47,11 @@ class Store(Protocol):
         ...
 
     def allocate_epoch(self, policy: str) -> int:
-        """A trainer epoch larger than any before: trainers with an older one can no longer commit."""
+        """A trainer epoch larger than any before: trainers with an older one can no longer commit.
+
+        Where nothing locks the line, a commit that an older one had begun may still get in, once, before the first
+        of the new epoch (``lorabridge.bridge.store.line``).
+        """
         ...
 
     def commit(self, manifest: Manifest) -> None:
@@ -65,16 +74,40 @@ class Store(Protocol):
         """One version. Raises ``DigestMissing`` if there is none."""
         ...
 
+    def policies(self) -> list[str]:
+        """Names of every line, sorted."""
+        ...
+
+    def adapters(self) -> dict[str, int]:
+        """Bytes of every adapter, by digest."""
+        ...
+
+    def remove(self, digests: Collection[str], spare: Callable[[], Collection[str]]) -> list[str]:
+        """Remove adapters, but none that ``spare`` names; those that went, sorted. Manifests stay.
+
+        ``spare`` is asked when no commit can slip by unseen any more: a commit that it does not see fails with
+        ``DigestMissing`` and does so before anybody hears of the version. Who is reading an adapter meanwhile gets all
+        of it or ``DigestMissing``.
+        """
+        ...
+
 
 def open_store(url: str, max_bytes: int = DEFAULT_MAX_BYTES) -> Store:
-    """The store at ``url``: a folder's path or a ``file://`` URL.
+    """The store at ``url``: a folder's path or ``file://`` URL, ``http(s)://`` (read only), else whatever fsspec opens.
 
     Raises:
-        ConfigError: another kind of URL, or a file on another host (``file://runs/store`` names the host ``runs``).
+        ConfigError: not a URL that a store can have, or what it needs is not installed.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+    parts = urlsplit(check_store_url(url))
+    if parts.scheme == "file":
         return LocalStore(Path(unquote(parts.path)), max_bytes)
-    if parts.scheme == "" or len(parts.scheme) == 1:
+    if len(parts.scheme) < 2:
         return LocalStore(Path(url).absolute(), max_bytes)
-    raise ConfigError(f"[store] url {url!r} is not on this machine", action="Give a folder or file:///absolute/path")
+    if parts.scheme in ("http", "https"):
+        from lorabridge.bridge.store.remote import ReadOnlyStore
+        from lorabridge.bridge.store.web import READ_ONLY, WebShelf
+
+        return ReadOnlyStore(WebShelf(url), max_bytes, READ_ONLY)
+    from lorabridge.bridge.store.objects import open_objects
+
+    return open_objects(url, max_bytes)

@@ -3,13 +3,16 @@
 ::
 
     adapters/sha256/<hex>/adapter_config.json, adapter_model.safetensors
+    adapters/lock
+    removed/sha256/<hex>
     policies/<name>/<version>.json
     policies/<name>/epochs/<n>
     policies/<name>/lock
 
 Adapters are staged beside their place, synced, read back, and renamed into it. Manifests are created by hard link,
-which fails if the name exists. The lock makes "is my epoch the newest, and is this the next version?" and the commit
-one action.
+which fails if the name exists. The policy's lock makes "is my epoch the newest, and is this the next version?" and the
+commit one action. The adapters' lock keeps retention out of a put, and makes "is its adapter there?" and the commit one
+action; retention renames an adapter away under it and deletes it afterwards.
 """
 
 from __future__ import annotations
@@ -18,19 +21,30 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import Adapter
-from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, adapter_digest, hex_of
-from lorabridge.bridge.errors import DigestMismatch, DigestMissing, StoreError, TooLarge, VersionTaken
-from lorabridge.bridge.manifest import Manifest, check_policy_name
+from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE
+from lorabridge.bridge.errors import StoreError, VersionTaken
+from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.store import adapter_files
+from lorabridge.bridge.store.adapter_files import check_size, folder_source, give_name
 from lorabridge.bridge.store.files import create, disk_errors, make_folder, sync_folder, write_synced
 from lorabridge.bridge.store.order import check_commit
+from lorabridge.bridge.store.remote import (
+    HEX,
+    adapter_name,
+    decode_manifest,
+    epoch_name,
+    manifest_name,
+    no_version,
+    removed_name,
+)
 
-_MAX_CONFIG = 1 << 20
+_LEAVING = ".leaving."
 
 
 class LocalStore:
@@ -47,109 +61,82 @@ class LocalStore:
     # Adapters
 
     def put(self, adapter: Adapter) -> str:
-        size = len(adapter.tensors)
-        if size > self.max_bytes:
-            raise TooLarge(f"an adapter of {size} bytes is over the store's {self.max_bytes}", action=_RAISE_LIMIT)
+        check_size("an adapter", len(adapter.tensors), self.max_bytes)
         digest = adapter.digest
         place = self._folder(digest)
         staged = place.parent / f".{uuid.uuid4().hex}"
         try:
-            with disk_errors(f"adapter {digest}"):
+            with disk_errors(f"adapter {digest}"), self._lock(self.root / "adapters", fcntl.LOCK_SH):
                 make_folder(place.parent)
-                if place.is_dir() and self._is_whole(place, digest):
+                if adapter_files.is_whole(digest, folder_source(place), self.max_bytes):
                     sync_folder(place.parent)
                     return digest
                 staged.mkdir()
                 write_synced(staged / CONFIG_FILE, adapter.config)
                 write_synced(staged / TENSORS_FILE, adapter.tensors)
                 sync_folder(staged)
-                self._read(staged, digest)
-                self._rename(staged, place, digest)
+                adapter_files.verify(digest, folder_source(staged), self.max_bytes)
+                give_name(staged, place, digest, self.max_bytes)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
         return digest
 
     def read(self, digest: str) -> Adapter:
-        return self._read(self._folder(digest), digest)
+        try:
+            return adapter_files.read(digest, folder_source(self._folder(digest)), self.max_bytes)
+        except FileNotFoundError as error:
+            raise adapter_files.missing(digest, self.url, self._removed(digest).exists()) from error
 
     def fetch(self, digest: str, into: Path) -> Path:
-        place = into / hex_of(digest)
-        if place.is_dir() and self._is_whole(place, digest):
-            return place
-        adapter = self.read(digest)  # if this machine's copy went bad, the store decides
-        staged = into / f".{uuid.uuid4().hex}"
         try:
-            with disk_errors(f"adapter {digest}"):
-                staged.mkdir(parents=True)
-                for name, body in ((CONFIG_FILE, adapter.config), (TENSORS_FILE, adapter.tensors)):
-                    (staged / name).write_bytes(body)
-                    (staged / name).chmod(0o444)
-                self._rename(staged, place, digest)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-        return place
+            return adapter_files.fetch(digest, folder_source(self._folder(digest)), self.max_bytes, into)
+        except FileNotFoundError as error:
+            raise adapter_files.missing(digest, self.url, self._removed(digest).exists()) from error
 
-    def _rename(self, staged: Path, place: Path, digest: str) -> None:
-        """Give a staged adapter its name; one that stands there already is repaired if it is bad."""
-        try:
-            staged.rename(place)
-        except OSError:
-            if not place.is_dir():
-                raise
-            if not self._is_whole(place, digest):
-                for name in (CONFIG_FILE, TENSORS_FILE):
-                    (staged / name).replace(place / name)
-                sync_folder(place)
-        sync_folder(place.parent)
+    def adapters(self) -> dict[str, int]:
+        home = self.root / "adapters" / "sha256"
+        places = [place for place in home.iterdir() if HEX.fullmatch(place.name)] if home.is_dir() else []
+        return {f"sha256:{place.name}": _size(place) for place in places}
 
-    def _is_whole(self, folder: Path, digest: str) -> bool:
-        try:
-            self._read(folder, digest)
-        except (DigestMismatch, DigestMissing, TooLarge):
-            return False
-        return True
+    def remove(self, digests: Collection[str], spare: Callable[[], Collection[str]]) -> list[str]:
+        home = self.root / "adapters" / "sha256"
+        with disk_errors(str(self.root / "removed")), self._lock(self.root / "adapters", fcntl.LOCK_EX):
+            spared = spare()
+            gone = sorted(digest for digest in set(digests) if digest not in spared and self._folder(digest).is_dir())
+            for digest in gone:
+                create(self._removed(digest), b"")
+                place = self._folder(digest)
+                place.rename(home / f"{_LEAVING}{uuid.uuid4().hex}")
+            if gone:
+                sync_folder(home)
+        for place in home.glob(f"{_LEAVING}*"):  # those of a removal that was killed as well
+            shutil.rmtree(place, ignore_errors=True)
+        return gone
 
     def _folder(self, digest: str) -> Path:
-        return self.root / "adapters" / "sha256" / hex_of(digest)
+        return self.root / adapter_name(digest)
 
-    def _read(self, folder: Path, digest: str) -> Adapter:
-        """Cap the sizes, then read, then compare the digest; parse nothing."""
-        bodies = []
-        for name, limit in ((CONFIG_FILE, _MAX_CONFIG), (TENSORS_FILE, self.max_bytes)):
-            try:
-                with (folder / name).open("rb") as stream:
-                    size = os.fstat(stream.fileno()).st_size
-                    if size > limit:
-                        raise TooLarge(f"{name} of {digest} has {size} bytes, over {limit}", action=_RAISE_LIMIT)
-                    bodies.append(stream.read(limit + 1))
-            except FileNotFoundError as error:
-                raise DigestMissing(
-                    f"{digest} is not in {self.url}",
-                    action="Check [store] url, or publish the adapter again",
-                ) from error
-        config, tensors = bodies
-        found = adapter_digest(config, [tensors])
-        if found != digest:
-            raise DigestMismatch(
-                f"the bytes stored as {digest} have the digest {found}",
-                action="The file is corrupt or was changed: restore it, or publish the adapter again",
-            )
-        return Adapter(config=config, tensors=tensors)
+    def _removed(self, digest: str) -> Path:
+        return self.root / removed_name(digest)
 
     # Order
 
+    def policies(self) -> list[str]:
+        home = self.root / "policies"
+        return sorted(place.name for place in home.iterdir() if place.is_dir()) if home.is_dir() else []
+
     def allocate_epoch(self, policy: str) -> int:
-        with self._lock(policy):
+        with self._lock(self._policy(policy), fcntl.LOCK_EX):
             epoch = self._epoch(policy) + 1
-            if not create(self._policy(policy) / "epochs" / str(epoch), b""):
+            if not create(self.root / epoch_name(policy, epoch), b""):
                 raise StoreError(f"epoch {epoch} of {policy} appeared under our lock", action="Start the trainer again")
             return epoch
 
     def commit(self, manifest: Manifest) -> None:
-        policy = manifest.policy
-        if not self._folder(manifest.digest).is_dir():
-            raise DigestMissing(f"{manifest.digest} is not in {self.url}", action="Put the bytes before the name")
-        with self._lock(policy):
+        policy, digest = manifest.policy, manifest.digest
+        with self._lock(self._policy(policy), fcntl.LOCK_EX), self._lock(self.root / "adapters", fcntl.LOCK_SH):
+            if not self._folder(digest).is_dir():
+                raise adapter_files.missing(digest, self.url, self._removed(digest).exists())
             there = self._find(policy, manifest.version)
             if not check_commit(manifest, there, self._newest(policy), self._epoch(policy)):
                 return
@@ -166,18 +153,15 @@ class LocalStore:
     def manifest(self, policy: str, version: int) -> Manifest:
         found = self._find(policy, version)
         if found is None:
-            raise DigestMissing(f"{policy} has no version {version} in {self.url}", action="Check the policy's name")
+            raise no_version(policy, version, self.url)
         return found
 
     def _find(self, policy: str, version: int) -> Manifest | None:
-        file = self._file(policy, version)
         try:
-            found = codec.decode_json(Manifest, file.read_bytes())
+            body = self._file(policy, version).read_bytes()
         except FileNotFoundError:
             return None
-        if (found.policy, found.version) != (policy, version):
-            raise VersionTaken(f"{file} holds {found.policy} version {found.version}", action="Restore the store")
-        return found
+        return decode_manifest(body, policy, version, self.url)
 
     def _newest(self, policy: str) -> int:
         return max((int(f.stem) for f in self._policy(policy).glob("*.json") if f.stem.isdigit()), default=0)
@@ -187,22 +171,29 @@ class LocalStore:
         return max((int(f.name) for f in folder.glob("*") if f.name.isdigit()), default=0)
 
     def _policy(self, policy: str) -> Path:
-        return self.root / "policies" / check_policy_name(policy)
+        return self._file(policy, 1).parent
 
     def _file(self, policy: str, version: int) -> Path:
-        return self._policy(policy) / f"{version}.json"
+        return self.root / manifest_name(policy, version)
 
     @contextmanager
-    def _lock(self, policy: str) -> Iterator[None]:
-        folder = self._policy(policy)
+    def _lock(self, folder: Path, kind: int) -> Iterator[None]:
         with disk_errors(str(folder)):
             make_folder(folder)
             handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, kind)
             yield
         finally:
             os.close(handle)
 
 
-_RAISE_LIMIT = "Raise [store] max_adapter_bytes if it should be this large"
+def _size(folder: Path) -> int:
+    """Bytes of a folder's files; of one that is being removed, those that are still there."""
+    size = 0
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        try:
+            size += (folder / name).stat().st_size
+        except FileNotFoundError:
+            pass
+    return size

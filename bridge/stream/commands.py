@@ -1,6 +1,10 @@
-"""``lorabridge head``."""
+"""``lorabridge head`` and ``lorabridge rollback``."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+import typer
 
 from lorabridge.bridge import options
 
@@ -44,3 +48,43 @@ def head(config: options.Config = None, overrides: options.Overrides = None, jso
         console.print(f"Redis {standing.value}" + (f" (version {mirrored.version})" if mirrored else ""))
     if standing is Standing.CONFLICTS:
         raise AnswerNo("the store and Redis name different heads", action="Is [store] url the one of this run?")
+
+
+def rollback(
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="The policy to roll back.", show_default=False)],
+    to: Annotated[int, typer.Option("--to", min=1, metavar="VERSION", help="The version to return to.")],
+    config: options.Config = None,
+    overrides: options.Overrides = None,
+    json: options.Json = False,
+) -> None:
+    """Serve an older version again: commit its adapter as a new version, move the head, and announce it.
+
+    The line goes forward only, so what was version 12 becomes, say, version 41 as well. It takes the policy over: a
+    trainer that still runs ends at its next publish, since it would train on from weights that you just went back from.
+    Exits with 4 if there is no such version, or its adapter is gone or damaged.
+
+    Examples:
+
+        lorabridge rollback demo --to 12 --config runs/demo/config.toml
+
+        lorabridge rollback demo --to 12 --config runs/demo/config.toml --json
+    """
+    import msgspec
+
+    from lorabridge.bridge.settings import load
+    from lorabridge.bridge.store import open_store
+    from lorabridge.bridge.stream.connection import connect, errors
+    from lorabridge.bridge.stream.keys import Keys
+    from lorabridge.bridge.stream.rollback import roll_back
+
+    settings = load(config, overrides or ())
+    store = open_store(settings.store_url, settings.store.max_adapter_bytes)
+    with errors(settings.redis):
+        head, moved = roll_back(connect(settings.redis), Keys(settings.run.id), store, policy, to)
+    if json:
+        answer = {"policy": policy, "restored": to, "moved": moved, "version": head.version, "digest": head.digest}
+        print(msgspec.json.encode(answer | {"parent": head.parent, "epoch": head.epoch, "step": head.step}).decode())
+    elif moved:
+        print(f"{policy} version {head.version} has the adapter of version {to} again  {head.digest}")
+    else:
+        print(f"{policy} version {head.version} is the head and has the adapter of version {to}: nothing to do")

@@ -16,7 +16,7 @@ import redis.asyncio
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import CodecError
-from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys, Reply
+from lorabridge.bridge.stream.keys import BODY, TRAINER_GROUP, Keys, Reply
 from lorabridge.bridge.trajectory import Group
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
@@ -171,7 +171,8 @@ class GroupReader:
         client: of Redis. One thread may read while another finishes.
         keys: of the run.
         consumer: who reads; a trainer that comes back under the same name is given what it had not finished.
-        on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it counts as finished.
+        on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it is acknowledged, and
+            what a worker sent counts as finished.
     """
 
     def __init__(
@@ -212,7 +213,10 @@ class GroupReader:
             try:
                 return entry, decode_group(fields)
             except CodecError as error:
-                self.finish([entry])
+                if BODY in fields:
+                    self.finish([entry])
+                else:
+                    self.finish([], [entry])  # no worker sent it, so no group was begun for it
                 self._on_unreadable(entry, error)
 
     def _next(self, block_ms: int) -> tuple[str, dict[bytes, bytes] | None] | None:
@@ -239,7 +243,8 @@ class GroupReader:
     def finish(self, entries: Sequence[str], repeated: Sequence[str] = ()) -> int:
         """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent.
 
-        ``repeated`` are further entries of the same groups: they are acknowledged and count for nothing.
+        ``repeated`` are entries that no group was begun for, such as another of the same group: they are acknowledged
+        and count for nothing.
         """
         with self._lock:
             if repeated:
@@ -273,5 +278,7 @@ def ensure_group(client: redis.Redis, stream: str, group: str) -> None:
 
 
 def decode_group(fields: dict[bytes, bytes]) -> Group:
-    """The group in an entry of the stream ``trajectories``."""
-    return codec.decode(Group, fields[b"body"])
+    """The group in an entry of the stream ``trajectories``. Raises ``CodecError`` if there is none."""
+    if BODY not in fields:
+        raise CodecError("an entry without the field 'body'", action="Look at who wrote it")
+    return codec.decode(Group, fields[BODY])

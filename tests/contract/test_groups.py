@@ -14,7 +14,7 @@ import redis.asyncio
 from lorabridge.bridge import codec
 from lorabridge.bridge.stream.groups import Claim, GroupQueue, GroupReader, ensure_group
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, TRAINER_GROUP, Keys
-from tests.factories import make_group
+from tests.factories import make_group, make_manifest
 from tests.groups import counts, entered, expire, pending, queue_of, reader_of
 
 
@@ -272,20 +272,38 @@ async def test_an_entry_removed_while_it_was_in_hand_does_not_hold_up_the_run(
     assert counts(client, keys) == (2, 1)
 
 
-async def test_an_unreadable_entry_is_told_of_once_and_holds_nothing_up(
+async def test_an_unreadable_group_is_told_of_once_counts_as_finished_and_holds_nothing_up(
     client: redis.Redis, keys: Keys, queue: GroupQueue
 ) -> None:
     told: list[str] = []
     await delivered(queue)
-    garbage = cast(bytes, client.xadd(keys.trajectories, {"body": b"garbage"})).decode()
+    claim = await claimed(queue)
+    assert await queue.deliver(claim, cast(Any, make_manifest()))
     await delivered(queue)
     for _ in range(2):
         reader = GroupReader(client, keys, "trainer", lambda entry, error: told.append(f"{entry} {error}"))
-        assert [taken(reader)[1] for _ in range(2)] == [0, 1]
+        assert [taken(reader)[1] for _ in range(2)] == [0, 2]
         assert reader.read(block_ms=1) is None
     (once,) = told
-    assert once.startswith(garbage)
-    assert "not a readable Group" in once
+    entries = cast(list[tuple[bytes, Any]], client.xrange(keys.trajectories))
+    assert once.startswith(f"{entries[1][0].decode()} not a readable Group")
+    assert counts(client, keys) == (3, 1)
+    assert pending(client, keys) == 2
+
+
+async def test_an_entry_that_no_worker_sent_is_told_of_once_and_counts_for_nothing(
+    client: redis.Redis, keys: Keys, queue: GroupQueue
+) -> None:
+    told: list[str] = []
+    client.xadd(keys.trajectories, {"other": b"1"})
+    await delivered(queue)
+    for _ in range(2):
+        reader = GroupReader(client, keys, "trainer", lambda entry, error: told.append(error.problem))
+        assert taken(reader)[1] == 0
+        assert reader.read(block_ms=1) is None
+    assert told == ["an entry without the field 'body'"]
+    assert counts(client, keys) == (1, 0)
+    assert pending(client, keys) == 1
 
 
 async def test_what_is_finished_while_the_backlog_is_read_is_not_handed_out_again(

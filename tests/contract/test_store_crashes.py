@@ -1,4 +1,4 @@
-"""Laws 1 and 2 where several processes meet, where one dies, and where the disk is full."""
+"""Laws 1 and 2 where several processes meet; in a folder, where one dies and where the disk is full."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,10 +16,10 @@ import pytest
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.digest import hex_of
 from lorabridge.bridge.errors import DiskFull
-from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store import local as local_store
+from lorabridge.bridge.store import open_store
 from tests.factories import make_manifest
-from tests.stores import LIMIT, names, publish
+from tests.stores import Place, names, publish
 
 # Several processes, and processes that die
 
@@ -70,7 +70,10 @@ def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
     return list(iter(process.stdout.readline, last + "\n"))
 
 
-def test_of_several_processes_exactly_one_commits_each_version_and_each_gets_its_own_epoch(store: Store) -> None:
+def test_of_several_processes_exactly_one_commits_each_version_and_each_gets_its_own_epoch(
+    shared_place: Place,
+) -> None:
+    store = shared_place.open()
     store.allocate_epoch("policy")
     rivals = [start(RIVAL, store.url, f"rival {n}") for n in range(4)]
     try:
@@ -149,15 +152,13 @@ print(n)
 """
 
 
-def test_a_process_killed_at_any_step_leaves_only_whole_things_and_publishing_goes_on(
-    open_at: Callable[[Path, int], Store], tmp_path: Path
-) -> None:
+def test_a_process_killed_at_any_step_leaves_only_whole_things_and_publishing_goes_on(tmp_path: Path) -> None:
     process = start(CRASHES, str(tmp_path))
     crashes = int(process.communicate(msgspec.json.encode(make_manifest()).decode() + "\n")[0])
     assert process.returncode == 0
     assert crashes > 30
     for n in range(crashes + 1):
-        store = open_at(tmp_path / str(n), LIMIT)
+        store = open_store(str(tmp_path / str(n)))
         for name in names(tmp_path / str(n) / "adapters" / "sha256"):
             if not name.startswith("."):
                 store.read(f"sha256:{name}")
@@ -247,10 +248,11 @@ def test_a_full_disk_is_said_so_and_leaves_nothing_half_written(full_disk: tuple
     assert names(cache) == []
 
 
-def test_a_disk_that_has_room_again_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_has_room_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Path, body: bytes) -> None:
         raise OSError(28, "No space left on device")
 
+    store = open_store(str(tmp_path))
     store.allocate_epoch("policy")
     with monkeypatch.context() as patch:
         patch.setattr(local_store, "write_synced", full)

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
+from lorabridge.bridge.base_shapes import base_shapes
 from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.digest import parse_config
 from lorabridge.bridge.fingerprint import fingerprint
@@ -80,7 +81,7 @@ def commit(store: Store, base: Path, policy: str, adapters: list[Adapter]) -> li
     epoch = store.allocate_epoch(policy)
     manifests: list[Manifest] = []
     for version, adapter in enumerate(adapters, 1):
-        header = check_adapter(adapter, RANK, shapes=None)
+        header = check_adapter(adapter, RANK, base_shapes(base))
         manifest = Manifest(
             policy=policy,
             version=version,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from lorabridge.bridge.settings import Settings, to_toml
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import Store, open_store
+from lorabridge.bridge.toml import to_toml
 
 _START_S = 400
 

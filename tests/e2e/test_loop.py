@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +26,10 @@ from lorabridge.bridge.settings import (
     Settings,
     StoreSection,
     TrainerSection,
-    to_toml,
 )
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.embedded import embedded_valkey
+from lorabridge.bridge.toml import to_toml
 from tests.e2e.models import RANK
 from tests.e2e.server import Server
 
@@ -101,6 +103,7 @@ def test_each_process_by_itself_with_two_ranks_that_only_the_trainer_was_told_of
         train = ("train", "--nproc-per-node", "2", "--config", file)
         with running(tmp_path / "train.log", *train) as trainer:
             assert trainer.wait(600) == 0, (tmp_path / "train.log").read_text()[-3000:]
+        _look_at_the_fleet(file)
         for process in (worker, archiver):
             process.terminate()
             assert process.wait(60) == 0
@@ -108,6 +111,28 @@ def test_each_process_by_itself_with_two_ranks_that_only_the_trainer_was_told_of
                              check=False, env=ENVIRONMENT)  # fmt: skip
     assert audited.returncode == 0, audited.stdout + audited.stderr
     _check_ledger(settings, 2 * SAMPLES)
+
+
+def _look_at_the_fleet(file: Path) -> None:
+    """While the worker still holds it, the server is in, at the head, proven, and the doctor finds nothing wrong."""
+    deadline = time.monotonic() + 30
+    while (seen := _answer("fleet", file))["generators"][0]["health"] != "in":
+        assert time.monotonic() < deadline, seen
+    (generator,) = seen["generators"]
+    assert generator["controller"]
+    assert generator["serves"]["ranks"]["version"] == STEPS + 1
+    found = _answer("doctor", file)
+    assert found["problems"] == 0, found
+    checks = {finding["check"] for finding in found["findings"] if finding["level"] == "ok"}
+    assert {"version", "line", "bytes", "fits the run", "slots", "canary", "head"} <= checks
+
+
+def _answer(name: str, file: Path) -> dict[str, Any]:
+    done = subprocess.run(command(name, "--config", file, "--json"), capture_output=True, text=True, check=False,
+                          env=ENVIRONMENT)  # fmt: skip
+    assert done.stdout, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def command(*arguments: object) -> list[str]:

@@ -189,3 +189,15 @@ async def test_a_generator_whose_canary_does_not_match_gets_no_work_until_one_do
         await until(lambda: len(bench.groups()) == 3)
     assert [judgement.verdict for judgement in bench.generator.judgements] == ["mismatch", "match"]
     assert {span.version for g in bench.groups() for t in g.trajectories for span in t.spans} == {3}
+
+
+async def test_a_canary_that_nobody_came_to_is_made_up_for_and_one_that_was_judged_is_not_again(bench: Bench) -> None:
+    bench.generator.scores = (((-1.0,),), ((-2.0,),))
+    manifest = bench.publish(1, canary=CANARY)
+    bench.generator.enter({"policy": Served(version=1, digest=manifest.digest)})  # by a worker that died then
+    for turn, name in enumerate(("one", "two"), 1):
+        async with bench.working(name):
+            await until(lambda: len(bench.generator.judgements) == 1)
+            await until(lambda: len(bench.groups()) == 3 * turn)  # noqa: B023
+        bench.client.hset(bench.keys.groups, "finished", 3)
+    assert len(bench.generator.judgements) == 1

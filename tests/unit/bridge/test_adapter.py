@@ -20,10 +20,9 @@ from lorabridge.bridge.adapter import (
 )
 from lorabridge.bridge.errors import AdapterCorrupt, AdapterError, AdapterUnservable
 from lorabridge.bridge.servable import check_adapter
-from tests.factories import MODULE, make_adapter, make_arrays, make_config, make_tensors
+from tests.factories import SHAPES, make_adapter, make_arrays, make_config, make_tensors
 
 GOOD = make_tensors()
-OTHER = MODULE.replace("q_proj", "v_proj")
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:
@@ -132,6 +131,13 @@ UNSERVABLE: dict[str, dict[str, Any]] = {
     "init_lora_weights 'olora'": {"init_lora_weights": "olora"},
     "init_lora_weights 'loftq'": {"init_lora_weights": "loftq"},
     "init_lora_weights 'corda'": {"init_lora_weights": "corda"},
+    "init_lora_weights 'lora_ga'": {"init_lora_weights": "lora_ga"},
+    "a_kind_of_a_later_release": {"a_kind_of_a_later_release": 1},
+    "monteclora_config": {"monteclora_config": {"samples": 2}},
+    "target_modules is missing": {"target_modules": None},
+    "target_modules is missing, and": {"target_modules": []},
+    "lora_alpha is 0": {"lora_alpha": 0},
+    "q_proj is 0": {"alpha_pattern": {"q_proj": 0}},
     "init_lora_weights 'of a later release'": {"init_lora_weights": "of a later release"},
     "lm_head": {"target_modules": ["q_proj", "lm_head"]},
     "embed_tokens": {"target_modules": "model.embed_tokens"},
@@ -145,7 +151,7 @@ def test_a_configuration_that_vllm_cannot_serve_is_refused_and_the_field_named(n
     with pytest.raises(AdapterUnservable, match=named):
         check_config(make_config(**UNSERVABLE[named]), max_rank=8)
     with pytest.raises(AdapterUnservable, match=named):
-        check_adapter(make_adapter(**UNSERVABLE[named]), max_rank=8, shapes=None)
+        check_adapter(make_adapter(**UNSERVABLE[named]), max_rank=8, shapes=SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,9 @@ def test_a_configuration_that_vllm_cannot_serve_is_refused_and_the_field_named(n
         {"target_modules": "all-linear"},
         {"alpha_pattern": {"q_proj": 4}},
         {"layers_to_transform": [0, 1]},
+        {"init_lora_weights": "mica", "qalora_group_size": 16, "megatron_core": "megatron.core"},
+        {"a_kind_of_a_later_release": None, "another": False, "a_third": {}},
+        {"lora_alpha": -0.5},
         {"r": 1},
     ],
 )
@@ -180,12 +189,25 @@ def test_a_configuration_that_vllm_serves_passes(config: dict[str, Any]) -> None
         {"target_modules": 5},
         {"target_modules": [None, "q_proj"]},
         {"rank_pattern": {"(": 8}},
+        {"lora_alpha": None},
+        {"lora_alpha": "16"},
+        {"lora_alpha": True},
+        {"alpha_pattern": [8]},
+        {"alpha_pattern": {"q_proj": "8"}},
+        {"alpha_pattern": {"(": 8}},
+        {"target_modules": "("},
+        {"exclude_modules": [1]},
+        {"exclude_modules": "("},
+        {"layers_to_transform": ["0"]},
+        {"layers_to_transform": [True]},
+        {"layers_to_transform": 0, "layers_pattern": 1},
+        {"layers_to_transform": 0, "layers_pattern": "("},
     ],
 )
 def test_a_configuration_of_the_wrong_types_is_corrupt(config: dict[str, Any]) -> None:
     body = json.dumps(make_config(**config)).encode()
     with pytest.raises(AdapterCorrupt):
-        check_adapter(Adapter(config=body, tensors=GOOD), max_rank=64, shapes=None)
+        check_adapter(Adapter(config=body, tensors=GOOD), max_rank=64, shapes=SHAPES)
 
 
 json_values = st.recursive(
@@ -195,11 +217,14 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(list(make_config())), json_values, max_size=3))
+FIELDS = [*make_config(), "exclude_modules", "layers_to_transform", "layers_pattern"]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3))
 def test_any_json_as_a_field_is_served_or_refused_by_name(changes: dict[str, Any]) -> None:
     body = json.dumps(make_config(**changes)).encode()
     try:
-        check_adapter(Adapter(config=body, tensors=GOOD), max_rank=64, shapes=None)
+        check_adapter(Adapter(config=body, tensors=GOOD), max_rank=64, shapes=SHAPES)
     except AdapterError as error:
         assert error.action
 

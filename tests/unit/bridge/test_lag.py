@@ -26,6 +26,11 @@ def test_a_version_without_a_known_step_is_not_guessed() -> None:
         token_lags([make_span(9, 0, 1)], STEPS, trained_at=9)
 
 
+def test_a_lag_below_0_is_an_error_however_old_the_other_tokens_are() -> None:
+    with pytest.raises(ValueError, match="made at step 5 cannot be trained on after 4 steps"):
+        token_lags([make_span(1, 0, 3), make_span(3, 3, 4)], STEPS, trained_at=4)
+
+
 def test_a_summary_of_nothing_is_zero() -> None:
     summary = summarise([])
     assert (summary.tokens, summary.total, summary.largest, summary.mean) == (0, 0, 0, 0.0)

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.options import settings_of
-from lorabridge.bridge.settings import GeneratorsSection, RolloutSection, Settings, load, to_toml
+from lorabridge.bridge.settings import GeneratorsSection, RolloutSection, Settings, load
+from lorabridge.bridge.toml import to_toml
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +96,12 @@ def test_an_override_of_another_form_is_refused_with_an_example(override: str) -
             "generators.control = ['x']: 'x' is not http://host:port or unix:",
             "Correct",
         ),
+        (
+            "[generators]\nurls = ['http://:1']",
+            "generators.urls = ['http://:1']: 'http://:1' is not http://host:port",
+            "Correct",
+        ),
+        ("[generators]\nurls = ['http://host:x']", "generators.urls = ['http://host:x']: Port", "Correct"),
         ("[trainer.extra]\nseed = 1", "trainer.extra = {'seed': 1}: seed is decided by [run] seed", "Correct"),
         ("[rollout]\ngroups_ahead = 9", "rollout.groups_ahead is 9, and training would wait for ever", "Correct"),
     ],
@@ -171,6 +178,30 @@ def test_so_many_groups_must_be_under_way_for_a_step_to_end(
         load(None, [*overrides, f"rollout.groups_ahead={least - 1}"])
 
 
+@pytest.mark.parametrize(("wait", "wanted"), [("0", 0), ("2", 2), ("9", 3), ("all", 3)])
+def test_a_quorum_is_never_more_than_there_are(wait: str, wanted: int) -> None:
+    assert load(None, ["generators.count=3", f"publish.wait={wait}"]).generators_wanted == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("token_budget", "the run"), ("max_staleness", "[lag] max"), ("temperature", "[rollout] temperature"),
+        ("num_generations", "[rollout] num_generations"), ("max_steps", "[trainer] max_steps"),
+        ("per_device_train_batch_size", "[trainer] per_device_train_batch_size"),
+        ("gradient_accumulation_steps", "[trainer] gradient_accumulation_steps"),
+        ("learning_rate", "[trainer] learning_rate"), ("report_to", "[trainer] report_to"),
+        ("max_completion_length", "[rollout] max_completion_length"), ("weight_sync_steps", "[publish] every"),
+        ("output_dir", "[run] dir"), ("bf16", "[model] dtype"), ("save_strategy", "the run"),
+    ],
+)  # fmt: skip
+def test_what_the_run_decides_is_refused_among_the_further_arguments(name: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [f"trainer.extra={{{name} = 1}}"])
+    assert f"{name} is decided by {key}" in caught.value.problem
+    assert load(None, ["trainer.extra={epsilon = 0.1}"]).trainer.extra == {"epsilon": 0.1}
+
+
 def test_each_server_of_a_run_has_doors_of_its_own() -> None:
     section = GeneratorsSection(port=9000, control_port=9001)
     assert section.doors(0) == ("http://127.0.0.1:9000", "http://127.0.0.1:9001")
@@ -198,10 +229,9 @@ def test_every_key_that_is_not_obvious_by_its_name_can_be_found_by_its_section()
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 finite = st.floats(allow_nan=False, allow_infinity=False)
-values = st.recursive(
-    st.booleans() | st.integers(-(2**60), 2**60) | finite | text,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(text, inner, max_size=2),
-    max_leaves=5,
+leaves = st.booleans() | st.integers(-(2**60), 2**60) | finite | text
+values = (
+    leaves | st.lists(leaves | st.lists(leaves, max_size=2), max_size=2) | st.dictionaries(text, leaves, max_size=2)
 )
 
 

@@ -61,13 +61,16 @@ async def test_a_function_that_returns_another_number_of_rewards_is_named() -> N
         await score([short], {"prompt": "p"}, ["a", "b"], [[1], [2]])
 
 
-async def test_a_reward_that_is_no_number_counts_as_none() -> None:
+async def test_a_reward_that_is_no_number_counts_as_none(caplog: pytest.LogCaptureFixture) -> None:
     def odd(**_: Any) -> list[float]:
         return [float("nan"), float("inf"), 1]
 
     assert await score([odd], {"prompt": "p"}, ["a", "b", "c"], [[1], [2], [3]]) == [
         {"odd": None}, {"odd": None}, {"odd": 1.0}
     ]  # fmt: skip
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward function odd: 2 of 3 rewards count as None, such as nan"
+    ]
 
 
 async def test_a_function_that_takes_its_time_holds_nobody_up() -> None:

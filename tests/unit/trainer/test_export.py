@@ -12,6 +12,7 @@ from safetensors.torch import load
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lorabridge.bridge.adapter import Adapter, module_names
+from lorabridge.bridge.base_shapes import base_shapes
 from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, folder_digest, parse_config
 from lorabridge.bridge.servable import check_adapter
 from lorabridge.trainer.export import gather, plain_config, serialise
@@ -44,8 +45,9 @@ def test_it_has_the_digest_of_what_peft_saves(model: Any, tmp_path: Path) -> Non
     assert all(torch.equal(saved[name], ours[name]) for name in saved)
 
 
-def test_it_passes_the_publishers_own_check(model: Any) -> None:
-    assert module_names(check_adapter(export(model), 8, shapes=None)) == ("down_proj", "q_proj")
+def test_it_passes_the_publishers_own_check(model: Any, tmp_path: Path) -> None:
+    Qwen2ForCausalLM(Qwen2Config(**CONFIG)).save_pretrained(tmp_path)
+    assert module_names(check_adapter(export(model), 8, base_shapes(tmp_path))) == ("down_proj", "q_proj")
 
 
 def test_what_was_gathered_does_not_change_with_the_next_step(model: Any) -> None:

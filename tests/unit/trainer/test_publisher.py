@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -16,7 +17,7 @@ from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.head import Head, read_head
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.trainer.publisher import Publisher, take_over
-from tests.factories import BASE, make_adapter
+from tests.factories import BASE, MODULE, SHAPES, make_adapter, make_arrays, make_config, make_tensors
 
 
 class Bench:
@@ -28,7 +29,7 @@ class Bench:
         store = store or self.store
         return Publisher(
             line=take_over(self.client, self.keys, self.store, "policy", "run"), client=self.client, keys=self.keys,
-            store=store, base=BASE, shapes=None, max_rank=max_rank, serialise=_serialise, now_ms=lambda: 1,
+            store=store, base=BASE, shapes=SHAPES, max_rank=max_rank, serialise=_serialise, now_ms=lambda: 1,
         )  # fmt: skip
 
     def head(self) -> Head | None:
@@ -81,6 +82,21 @@ def test_nobody_hears_of_a_version_whose_bytes_or_name_did_not_get_there(call: s
     assert bench.head() is None
     assert bench.client.xlen(bench.keys.announce) == 0
     assert bench.store.newest("policy") is None
+
+
+def test_an_adapter_that_would_be_served_wrong_gets_nowhere_near_the_store(bench: Bench) -> None:
+    def diverged() -> Adapter:
+        arrays = make_arrays()
+        arrays[f"{MODULE}.lora_B.weight"][3, 4] = np.nan
+        return Adapter.of(make_config(), make_tensors(arrays))
+
+    broken: Any = Broken(bench.store, "put")
+    publisher = bench.publisher(store=broken)
+    publisher.publish(diverged, step=0, since=0.0)
+    with pytest.raises(AdapterUnservable, match=r"lora_B.weight holds a value that is no finite number, at 28"):
+        publisher.close()
+    assert bench.head() is None
+    assert bench.client.xlen(bench.keys.announce) == 0
 
 
 def test_the_training_thread_hears_of_a_failed_publish_at_the_next_one(bench: Bench) -> None:

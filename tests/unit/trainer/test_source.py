@@ -12,23 +12,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.trajectory import Group, Trajectory
-from lorabridge.trainer.source import Sample, TrajectorySource, as_sample
-from tests.factories import make_group, make_manifest, make_span, make_trajectory, make_turn
+from lorabridge.bridge.trajectory import Group, Trajectory, Turn
+from lorabridge.trainer.source import Consumption, Sample, TrajectorySource, as_sample
+from tests.factories import make_manifest, make_span, make_trajectory, make_turn
 
 EPOCH = 3
+
+
+BY_VERSION_1 = make_turn((make_span(1, 0, 4),))
+
+
+def make_group(number: int, size: int = 4, turn: Turn = BY_VERSION_1) -> Group:
+    """A group of trajectories of one turn."""
+    trajectories = tuple(make_trajectory(number, index=index, turns=(turn,)) for index in range(size))
+    return Group(group=number, attempt=1, worker="w", trajectories=trajectories)
 
 
 class FakeReader:
     """Hands out groups, and writes down which entries were finished."""
 
     def __init__(self, groups: list[Group]) -> None:
-        self.waiting = [(str(number), group) for number, group in enumerate(groups)]
+        self.waiting: queue.Queue[tuple[str, Group]] = queue.Queue()
+        for number, group in enumerate(groups):
+            self.waiting.put((str(number), group))
         self.finished: list[str] = []
         self.repeated: list[str] = []
 
     def read(self, block_ms: int) -> tuple[str, Group] | None:
-        return self.waiting.pop(0) if self.waiting else None
+        try:
+            return self.waiting.get(timeout=0.01)
+        except queue.Empty:
+            return None
 
     def finish(self, entries: list[str], repeated: Sequence[str] = ()) -> int:
         self.finished += entries
@@ -49,8 +63,9 @@ class Bench:
         )  # fmt: skip
 
     def manifest(self, policy: str, version: int) -> Manifest:
-        """Version n was made at step n - 1."""
-        return make_manifest(version, epoch=EPOCH if version > self.old else EPOCH - 1)
+        """The n-th version of a trainer was made at step n - 1."""
+        earlier = version <= self.old
+        return make_manifest(version, epoch=EPOCH - earlier, step=version - 1 if earlier else version - self.old - 1)
 
     def on_dropped(self, trajectory: Trajectory, reason: str) -> None:
         self.dropped.append(trajectory.id)
@@ -67,7 +82,7 @@ class Bench:
 
 
 def test_a_group_is_acknowledged_only_after_the_step_that_used_the_last_of_it() -> None:
-    bench = Bench([make_group(0, size=4), make_group(1, size=4)])
+    bench = Bench([make_group(0), make_group(1)])
     bench.source.start()
     first, ahead = bench.take(4), bench.take(4)
     bench.source.collated([s.trajectory for s in first[:2]])
@@ -89,7 +104,7 @@ def test_a_group_is_acknowledged_only_after_the_step_that_used_the_last_of_it() 
 
 
 def test_a_group_split_over_two_steps_is_acknowledged_after_the_second() -> None:
-    bench = Bench([make_group(0, size=4)])
+    bench = Bench([make_group(0)])
     bench.source.start()
     taken = bench.take(4)
     for half in (taken[:2], taken[2:]):
@@ -102,7 +117,7 @@ def test_a_group_split_over_two_steps_is_acknowledged_after_the_second() -> None
 
 
 def test_a_group_delivered_again_while_it_is_held_is_not_trained_twice() -> None:
-    bench = Bench([make_group(0), make_group(0), make_group(1)])
+    bench = Bench([make_group(number, size=2) for number in (0, 0, 1)])
     bench.source.start()
     assert [s.group_id for s in bench.take(4)] == [0, 0, 1, 1]
     bench.source.stop()
@@ -110,7 +125,7 @@ def test_a_group_delivered_again_while_it_is_held_is_not_trained_twice() -> None
 
 
 def test_every_entry_of_a_group_that_came_twice_is_finished_and_only_one_counts() -> None:
-    bench = Bench([make_group(0, size=4), make_group(0, size=4), make_group(1, size=4)])
+    bench = Bench([make_group(0), make_group(0), make_group(1)])
     bench.source.start()
     _train(bench, 4)
     assert (bench.reader.finished, bench.reader.repeated) == (["0"], ["1"])
@@ -118,19 +133,20 @@ def test_every_entry_of_a_group_that_came_twice_is_finished_and_only_one_counts(
 
 
 def test_a_group_that_comes_again_after_it_was_trained_on_is_not_trained_on_again() -> None:
-    bench = Bench([make_group(0, size=4)])
+    bench = Bench([make_group(0)])
     bench.source.start()
     _train(bench, 4)
-    bench.reader.waiting += [("1", make_group(0, size=4)), ("2", make_group(1, size=4))]
+    for late in (("1", make_group(0)), ("2", make_group(1))):
+        bench.reader.waiting.put(late)
     assert {s.group_id for s in bench.take(4)} == {1}
     assert (bench.reader.finished, bench.reader.repeated) == (["0"], ["1"])
     bench.source.stop()
 
 
 def test_what_an_earlier_trainers_version_sampled_is_dropped_with_that_reason() -> None:
-    new = make_trajectory(1, turns=(make_turn((make_span(3, 0, 4),)),))
-    groups = [make_group(0), Group(group=1, attempt=1, worker="w", trajectories=(new,))]
-    bench = Bench(groups, old=1)  # group 0 has tokens of version 1, and of version 2
+    old = make_turn((make_span(1, 0, 2), make_span(2, 2, 4)))
+    new = make_turn((make_span(2, 0, 4),))
+    bench = Bench([make_group(0, 2, old), make_group(1, 1, new)], old=1)
     bench.source.start()
     (sample,) = bench.take(1)
     assert sample.group_id == 1
@@ -141,7 +157,7 @@ def test_what_an_earlier_trainers_version_sampled_is_dropped_with_that_reason() 
 
 
 def test_what_would_be_too_old_when_it_is_trained_on_is_dropped_counted_and_acknowledged() -> None:
-    groups = [make_group(number, size=4) for number in range(5)]  # version 1, made at step 0
+    groups = [make_group(number) for number in range(5)]  # version 1, made at step 0
     bench = Bench(groups, lag_max=2)
     bench.source.start()
     # Read ahead, before any step was taken: the fourth group would be trained on at step 3.
@@ -157,19 +173,23 @@ def test_what_would_be_too_old_when_it_is_trained_on_is_dropped_counted_and_ackn
 
 def test_lag_is_steps_from_the_manifests_step_to_the_training_step_weighted_by_tokens() -> None:
     turn = make_turn((make_span(1, 0, 3), make_span(4, 3, 4)))
-    group = Group(group=0, attempt=1, worker="w", trajectories=(make_trajectory(turns=(turn,)),))
-    bench = Bench([group])
+    bench = Bench([*(make_group(number, 1) for number in range(5)), make_group(5, 1, turn)], per_step=1)
     bench.source.start()
     for _ in range(5):
-        assert bench.source.end_step() is None
-    (sample,) = bench.take(1)
-    bench.source.collated([sample.trajectory])
-    bench.source.trained()
-    consumption = bench.source.end_step()
+        _train(bench, 1)
+    consumption = _train(bench, 1)
     assert consumption is not None
     assert consumption.step == 5
     # Three tokens of version 1 (made at step 0) and one of version 4 (made at step 3), trained at step 5.
     assert (consumption.lag.tokens, consumption.lag.total, consumption.lag.largest) == (4, 3 * 5 + 2, 5)
+    bench.source.stop()
+
+
+def test_a_version_of_this_trainer_that_is_newer_than_the_step_to_come_is_an_error() -> None:
+    bench = Bench([make_group(0, 1, make_turn((make_span(2, 0, 4),)))])  # made at step 1
+    bench.source.start()
+    with pytest.raises(ValueError, match="made at step 1 cannot"):
+        bench.take(1)
     bench.source.stop()
 
 
@@ -201,10 +221,10 @@ def test_a_sample_has_one_entry_per_token_of_prompt_and_completion() -> None:
     assert np.isnan(sample.metrics["rewards/short"])
 
 
-def _train(bench: Bench, count: int) -> None:
+def _train(bench: Bench, count: int) -> Consumption | None:
     bench.source.collated([s.trajectory for s in bench.take(count)])
     bench.source.trained()
-    bench.source.end_step()
+    return bench.source.end_step()
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 7))

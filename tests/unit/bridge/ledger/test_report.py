@@ -10,7 +10,8 @@ from lorabridge.bridge.errors import ConfigError, LedgerError
 from lorabridge.bridge.events import Consumed, Dropped, Event
 from lorabridge.bridge.ledger.commands import By, lag
 from lorabridge.bridge.ledger.report import LagReport, LagRow, by_digest, by_generator, by_step
-from lorabridge.bridge.settings import Settings, to_toml
+from lorabridge.bridge.settings import Settings
+from lorabridge.bridge.toml import to_toml
 
 STEPS = {("policy", 1): 0, ("policy", 2): 1, ("policy", 3): 2}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorabridge.bridge import codec
 from lorabridge.bridge.canary import Canary, Judgement
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Judged, Published, Quarantine, Resident
-from lorabridge.bridge.fingerprint import Fingerprint
+from lorabridge.bridge.fingerprint import Fingerprint, Traits
 from lorabridge.bridge.ledger import tables
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import Residency, Served
@@ -57,9 +57,13 @@ canaries = st.builds(
     Canary, sequences=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=2).map(tuple), max_size=2).map(tuple),
     adapter=logprobs, base=logprobs, dtype=text,
 )  # fmt: skip
+traits = st.builds(
+    Traits, config=text, weights=count, tokens=st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    template=count,
+)  # fmt: skip
 manifests = st.builds(
     Manifest, policy=text, version=int64, digest=text, parent=st.none() | text,
-    base=st.builds(Fingerprint, checkpoint=text, tokenizer=text, template=text), rank=count,
+    base=st.builds(Fingerprint, checkpoint=text, tokenizer=text, template=text, traits=st.none() | traits), rank=count,
     targets=st.lists(text, max_size=3).map(tuple), dtype=text, step=int64, epoch=int64, run=text, created_ms=int64,
     size=int64, canary=st.none() | canaries, consumed=st.none(), schema=st.just(1),
 )  # fmt: skip

@@ -112,6 +112,18 @@ def test_show_prints_the_whole_record(run: Path, capsys: pytest.CaptureFixture[s
     assert "[7][8]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("model", ["nobody/has-this", "/no/such/folder"])
+def test_without_its_model_a_trajectory_is_shown_in_numbers_and_not_audited(
+    model: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().partition("[model]")[0] + f'[model]\npath = "{model}"\n')
+    assert cli.run(["replay", "show", ID, "--run", str(run)]) == 0
+    assert "[7][8]" in capsys.readouterr().out
+    assert cli.run(["audit", "--run", str(run)]) == 6
+    assert "base model" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_run_is_a_usage_error(run: Path, tmp_path: Path) -> None:
     assert cli.run(["audit", "--run", str(tmp_path / "none")]) == 2
 

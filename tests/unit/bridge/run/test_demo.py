@@ -20,7 +20,7 @@ def test_the_shipped_configuration_is_what_the_demo_is_about() -> None:
     assert demo.trainer.max_steps // demo.publish.every >= 40
     assert demo.model.path == ""
     groups_per_step = samples // demo.rollout.num_generations
-    assert demo.rollout.groups_ahead / groups_per_step < demo.lag.max
+    assert demo.groups_ahead / groups_per_step < demo.lag.max
 
 
 def test_each_demo_has_a_folder_and_a_name_of_its_own(tmp_path: Path) -> None:

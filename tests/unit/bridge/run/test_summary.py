@@ -7,8 +7,9 @@ import msgspec
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.replay.verdict import Audit
 from lorabridge.bridge.residency import Residency, Served
-from lorabridge.bridge.run.summary import Audit, Summary, in_words, publish_to_serving, summarise
+from lorabridge.bridge.run.summary import Summary, in_words, publish_to_serving, summarise
 from lorabridge.bridge.trajectory import Sampling, Span, Trajectory, Turn
 
 AUDIT = Audit(
@@ -103,6 +104,11 @@ def test_a_run_that_did_nothing_has_nulls() -> None:
 def test_a_step_taken_again_after_a_restart_counts_once() -> None:
     found = summary(step(0, 0, 0.1), step(1, 1000, 0.2), step(1, 9000, 0.4))
     assert (found.steps, found.reward_last) == (2, 0.4)
+
+
+def test_a_trainer_that_starts_afresh_undoes_the_steps_of_the_one_before() -> None:
+    found = summary(*(step(number, number, 0.9) for number in range(5)), step(0, 8000, 0.1), step(1, 9000, 0.2))
+    assert (found.steps, found.reward_first, found.reward_last, found.tokens_per_s) == (2, 0.1, 0.2, 20.0)
 
 
 def test_lag_is_weighted_by_tokens_and_speed_leaves_out_the_first_step() -> None:

@@ -68,6 +68,7 @@ def test_the_configuration_that_is_left_is_the_one_that_ran(tmp_path: Path) -> N
         ("redis://host/0?password=p%26s&protocol=3", "redis://host/0?protocol=3", "p&s"),
         ("unix://u@/run/redis.sock?db=1&password=x", "unix://u@/run/redis.sock?db=1", "x"),
         ("redis://u:one@host/0?password=two", "redis://u@host/0", "one"),
+        ("redis://host?password=first&password=second", "redis://host", "first"),
         ("rediss://host", "rediss://host", None),
     ],
 )

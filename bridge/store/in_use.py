@@ -1,0 +1,53 @@
+"""What generators serve, as the events of a run tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import redis
+
+from lorabridge.bridge import codec
+from lorabridge.bridge.errors import CodecError
+from lorabridge.bridge.events import Event, Resident
+from lorabridge.bridge.residency import Residency
+from lorabridge.bridge.stream.keys import BODY, Keys, Reply
+
+_AT_ONCE = 1000
+
+
+class Residents:
+    """The last residency of every generator: of those in ``known`` and of those that are on the stream ``events``.
+
+    A generator that has gone for good is taken for live, as nothing says that it will not come back.
+
+    Args:
+        client: of the run's Redis.
+        known: older residencies, in order: the stream holds the last minute only, the ledger all.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, known: Iterable[Residency] = ()) -> None:
+        self._client, self._key = client, keys.events
+        self._after = "0"
+        self._last = {residency.generator: residency for residency in known}
+
+    def digests(self) -> set[str]:
+        """What they serve. Reads what came onto the stream since the last call."""
+        while entries := self._read():
+            self._after = entries[-1][0].decode()
+            for _, fields in entries:
+                try:
+                    happening = codec.decode(Event, fields.get(BODY, b"")).happening
+                except CodecError:
+                    continue  # whoever serves adapters did not write it
+                if isinstance(happening, Resident):
+                    self._last[happening.residency.generator] = happening.residency
+        return digests_of(self._last.values())
+
+    def _read(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        reply = cast(Reply, self._client.xread(cast(Any, {self._key: self._after}), count=_AT_ONCE))
+        return reply[0][1] if reply else []
+
+
+def digests_of(residencies: Iterable[Residency]) -> set[str]:
+    return {served.digest for residency in residencies for served in residency.serves.values()}

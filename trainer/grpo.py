@@ -28,6 +28,8 @@ from lorabridge.bridge.run_record import RunRecord, resolve_run
 from lorabridge.bridge.servable import check_targets
 from lorabridge.bridge.settings import PolicySection, Settings, load
 from lorabridge.bridge.store import Store, open_store
+from lorabridge.bridge.store.in_use import Residents
+from lorabridge.bridge.store.retention import Retention
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupReader
 from lorabridge.bridge.stream.keys import Keys
@@ -78,6 +80,7 @@ class MainRank:
             serialise=lambda tensors: serialise(tensors, config),
             now_ms=self.now_ms,
             canary_every=settings.canary.every,
+            retain=Retention(store, run.policy, settings.store.keep, Residents(client, keys).digests).apply,
         )
 
         wanted = settings.generators_wanted
@@ -118,7 +121,7 @@ class MainRank:
 
 
 def arguments(settings: Settings) -> dict[str, Any]:
-    """Arguments of TRL's ``AsyncGRPOConfig``; ``[trainer] extra`` wins."""
+    """Arguments of TRL's ``AsyncGRPOConfig``; ``[trainer] extra`` adds to them."""
     import torch
 
     own = settings.trainer

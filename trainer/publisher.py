@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
 from lorabridge.bridge.base_shapes import Shapes
 from lorabridge.bridge.canary import Canary
 from lorabridge.bridge.digest import parse_config
+from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.events import Published, event_fields
 from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
@@ -55,6 +56,7 @@ class Publisher:
     Args:
         serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
         canary_every: publishes between canaries, the first included; 0: none.
+        retain: removes old adapters that nobody uses, after each publish; their digests.
         shapes: the base's modules, which every adapter is checked against.
         max_rank: largest LoRA rank the servers take.
         now_ms: the stream's clock.
@@ -67,7 +69,7 @@ class Publisher:
     def __init__(
         self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes,
         max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
-        canary_every: int = 0,
+        canary_every: int = 0, retain: Callable[[], Collection[str]] = tuple,
     ) -> None:  # fmt: skip
         self._line, self._client, self._keys, self._store = line, client, keys, store
         self._base, self._shapes, self._max_rank = base, shapes, max_rank
@@ -75,6 +77,7 @@ class Publisher:
         self._newest = line.newest
         self.canary: Callable[[Any, str], Canary | None] | None = None
         self._canary_every, self._published = canary_every, 0
+        self._retain = retain
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._pending: list[Future[Manifest | None]] = []
         self._failed = False
@@ -170,4 +173,15 @@ class Publisher:
         log.info("policy=%s version=%d digest=%s step=%d published", *names, step)
         happening = Published(policy=names[0], version=names[1], digest=names[2], step=step, phases_ms=phases)
         self._client.xadd(self._keys.events, event_fields("trainer", self._now_ms(), happening))
+        self._remove_old()
         return manifest
+
+    def _remove_old(self) -> None:
+        """What cannot be removed now can be at the next publish: training does not end for it."""
+        try:
+            removed = self._retain()
+        except BridgeError as error:
+            log.warning("old adapters stay for now: %s", error.diagnostics())
+            return
+        if removed:
+            log.info("removed %d old adapters", len(removed))

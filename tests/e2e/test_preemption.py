@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -12,7 +15,15 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import audit
 from lorabridge.bridge.replay.scorer import Scorer
-from lorabridge.bridge.settings import GeneratorsSection, ModelSection, PolicySection, RunSection, Settings
+from lorabridge.bridge.settings import (
+    GeneratorsSection,
+    ModelSection,
+    PolicySection,
+    RunSection,
+    Settings,
+    StoreSection,
+)
+from lorabridge.bridge.store.local import LocalStore
 from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.trajectory import Span, Trajectory
 from tests.e2e.models import RANK, commit, make_adapter
@@ -24,10 +35,29 @@ BLOCKS = 18  # of 128 tokens; the traffic's 24 clients would like three each
 
 
 @pytest.fixture(scope="module")
-def tight(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with KV for a few requests."""
+def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """The trainer's store, in a folder that the server does not know."""
+    return LocalStore(tmp_path_factory.mktemp("trainer") / "store", 2**30)
+
+
+@pytest.fixture(scope="module")
+def web(store: LocalStore) -> Iterator[str]:
+    """The URL of a web server over that folder."""
+    store.root.mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(store.root))) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def tight(base: Path, web: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with KV for a few requests, that has its adapters from a web server."""
     settings = Settings(
         run=RunSection(id="tight", dir=tmp_path_factory.mktemp("tight")),
+        store=StoreSection(url=web),
         model=ModelSection(path=str(base)),
         policy=PolicySection(name="pair", rank=RANK),
         generators=GeneratorsSection(
@@ -42,20 +72,20 @@ def tight(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 async def test_tokens_of_preempted_requests_are_confirmed_and_only_because_the_cuts_are_known(
-    tight: Server, base: Path
+    tight: Server, store: LocalStore, base: Path
 ) -> None:
-    pair: list[Manifest] = commit(tight.store, base, "pair", [make_adapter(base, seed) for seed in (1, 2)])
+    pair: list[Manifest] = commit(store, base, "pair", [make_adapter(base, seed) for seed in (1, 2)])
     turns, swaps = await sample_under_swaps(tight, pair, "keep", TOKENS)
     trajectories = trajectories_of(turns, fingerprint(base).digest)
-    scorer = Scorer(base, tight.store)
-    report = audit(trajectories, tight.store, scorer)
+    scorer = Scorer(base, store)
+    report = audit(trajectories, store, scorer)
     cut = [t for t in trajectories if any(span.kv == "fresh" for span in t.spans[1:])]
     print(f"\n{len(turns)} trajectories, {len(cut)} preempted, {swaps} swaps, {report}")
     assert len(cut) >= 5, "nothing was preempted: the test shows nothing"
     assert (report.refuted, report.unverifiable) == (0, 0), report
 
     # Had nobody told where the KV began afresh, the chain would be another one.
-    unaware = audit([_unaware(t) for t in cut if len({s.digest for s in t.spans}) > 1], tight.store, scorer)
+    unaware = audit([_unaware(t) for t in cut if len({s.digest for s in t.spans}) > 1], store, scorer)
     assert unaware.refuted > 0, unaware
 
 

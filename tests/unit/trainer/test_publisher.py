@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import redis
 
 from lorabridge.bridge.adapter import Adapter
-from lorabridge.bridge.errors import AdapterUnservable, DiskFull, StaleTrainer
+from lorabridge.bridge.errors import AdapterUnservable, DiskFull, StaleTrainer, StoreError
+from lorabridge.bridge.events import Resident, event_fields
 from lorabridge.bridge.manifest import Manifest
+from lorabridge.bridge.residency import Served
 from lorabridge.bridge.store import Store, open_store
+from lorabridge.bridge.store.in_use import Residents
+from lorabridge.bridge.store.retention import Retention
 from lorabridge.bridge.stream.head import Head, read_head
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.trainer.publisher import Publisher, take_over
-from tests.factories import BASE, MODULE, SHAPES, make_adapter, make_arrays, make_config, make_tensors
+from tests.factories import BASE, MODULE, SHAPES, make_adapter, make_arrays, make_config, make_residency, make_tensors
 
 
 class Bench:
@@ -25,11 +31,14 @@ class Bench:
         self.store: Store = open_store(str(folder))
         self.client, self.keys = client, keys
 
-    def publisher(self, store: Store | None = None, max_rank: int = 8) -> Publisher:
+    def publisher(
+        self, store: Store | None = None, max_rank: int = 8, retain: Callable[[], Collection[str]] = tuple
+    ) -> Publisher:  # fmt: skip
         store = store or self.store
         return Publisher(
             line=take_over(self.client, self.keys, self.store, "policy", "run"), client=self.client, keys=self.keys,
             store=store, base=BASE, shapes=SHAPES, max_rank=max_rank, serialise=_serialise, now_ms=lambda: 1,
+            retain=retain,
         )  # fmt: skip
 
     def head(self) -> Head | None:
@@ -183,3 +192,34 @@ def test_taking_over_repairs_a_redis_that_lost_its_memory(bench: Bench) -> None:
     newest = bench.store.newest("policy")
     assert newest is not None
     assert bench.head() == Head(1, newest.digest)
+
+
+def test_old_adapters_go_when_nobody_uses_them_and_their_versions_stay(bench: Bench) -> None:
+    served = make_residency(1, 1)
+    residents = Residents(bench.client, bench.keys)
+    publisher = bench.publisher(retain=Retention(bench.store, "policy", 2, residents.digests).apply)
+    for seed in range(5):
+        publisher.publish(seed, step=seed, since=0.0)
+        publisher._thread.submit(lambda: None).result()
+        if seed == 0:  # a generator serves the first, and goes on doing so
+            record = msgspec.structs.replace(
+                served, serves={"policy": Served(version=1, digest=bench.store.manifest("policy", 1).digest)}
+            )
+            happening = Resident(residency=record, swap_ms={})
+            bench.client.xadd(bench.keys.events, event_fields("w", 1, happening))
+    publisher.close()
+    line = [bench.store.manifest("policy", version).digest for version in range(1, 6)]
+    assert set(bench.store.adapters()) == {line[0], line[3], line[4]}
+
+
+def test_training_does_not_end_when_old_adapters_cannot_be_removed(bench: Bench) -> None:
+    def fails() -> list[str]:
+        raise StoreError("it is read only", action="Look")
+
+    publisher = bench.publisher(retain=fails)
+    for seed in range(2):
+        publisher.publish(seed, step=seed, since=0.0)
+    publisher.close()
+    newest = bench.store.newest("policy")
+    assert newest is not None
+    assert newest.version == 2

@@ -118,7 +118,8 @@ def resolve(
         if before is not None and (record.instance != before.instance or record.epoch <= before.epoch):
             raise Unestablished(f"epoch {record.label} reported after {before.label}")
         kept = before is not None and _kept(before, record, records)
-        cuts = sorted(at for at in restarts if reported.start < at < reported.end)
+        # Preempted twice before it had another token, it began afresh twice at one place.
+        cuts = sorted({at for at in restarts if reported.start < at < reported.end})
         for start, end in pairwise([reported.start, *cuts, reported.end]):
             spans.append(
                 Span(

@@ -31,6 +31,9 @@ from lorabridge.bridge.manifest import check_policy_name
 from lorabridge.bridge.store.address import StoreUrl
 from lorabridge.bridge.trajectory import Sampling
 
+# What tomllib raises: also on nesting deeper than the stack, and on a number of thousands of digits.
+_NOT_TOML = (ValueError, RecursionError)
+
 BASE_NAME = "base"
 """What servers call the base model, so that no policy can have that name."""
 
@@ -210,7 +213,7 @@ class PublishSection(Section):
 
     every: int = Field(1, ge=1, description="optimizer steps between versions")
     wait: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        0, description="generators that must serve a version before training goes on; 'all', or 0: it does not wait"
+        0, description="servers that training waits for, or 'all'"
     )
     wait_s: float = Field(30, gt=0, description="how long it waits for them, at most")
     max_lora_rank: int = Field(0, ge=0, description="what the servers take; 0: the smallest that fits policy.rank")
@@ -335,11 +338,11 @@ def load(file: Path | None, overrides: Sequence[str] = ()) -> Settings:
 
     try:
         return FromFile(**_parse(overrides))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}", action="Correct that line") from error
     except (ValidationError, SettingsError) as error:
         where = f"{file}: " if file else ""
         raise ConfigError(where + _sentence(error), action=_correction(error)) from error
+    except _NOT_TOML as error:
+        raise ConfigError(f"{file} is not TOML: {error}", action="Correct that line") from error
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
@@ -351,7 +354,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} is not section.key=value", action="Write --set trainer.max_steps=10")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except _NOT_TOML:
             value = text  # a bare word is a string
         tree.setdefault(section, {})[key] = value
     return tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -142,7 +143,9 @@ def of_generator(
         yield failed(url, "plugin", state)
         return
     facts = state.facts
-    yield _ok(url, "plugin", f"instance {state.residency.instance}, {state.running} requests in flight")
+    says = f"instance {state.residency.instance}, {state.running} requests in flight"
+    room = f", KV for {facts.kv_tokens:,} tokens" if facts.kv_tokens else ""
+    yield _ok(url, "plugin", says + room)
     if run is not None:
         try:
             check_generator(run, state, url, dtype)
@@ -151,7 +154,9 @@ def of_generator(
         except BridgeError as error:
             yield failed(url, "fits the run", error)
     if state.quarantine is not None:
-        yield _problem(url, "quarantine", state.quarantine, "A worker tries again; else restart this generator")
+        since = time.strftime("%H:%M:%S UTC", time.gmtime((state.quarantined_ms or 0) / 1000))
+        says = f"since {since}: {state.quarantine}"
+        yield _problem(url, "quarantine", says, "A worker tries again; else restart this generator")
     if isinstance(attested, BridgeError):
         yield failed(url, "slots", attested)
     else:

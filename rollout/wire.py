@@ -56,7 +56,7 @@ class SwapReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was decided when the server started."""
+    """What was decided when the server started. ``kv_tokens``: for how many tokens there is KV, 0 if it is not said."""
 
     base: Fingerprint
     dtype: str
@@ -64,11 +64,13 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int
     max_loras: int
     max_model_len: int
+    kv_tokens: int = 0
 
 
 class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to know before it uses a generator; ``running`` requests are in flight.
 
+    ``quarantine`` says why it samples nothing, and ``quarantined_ms`` since when (milliseconds since 1970, its clock).
     ``fence`` is the highest lease number that it has seen, ``canary`` the last judgement that it was told of.
     """
 
@@ -78,3 +80,4 @@ class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     facts: EngineFacts
     fence: int = 0
     canary: Judgement | None = None
+    quarantined_ms: int | None = None

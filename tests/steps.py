@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lorabridge.bridge.store.objects import ObjectShelf, ObjectStore
+from lorabridge.bridge.store.bucket import Bucket
+from lorabridge.bridge.store.objects import ObjectStore
 from tests.stores import LIMIT
 
 REQUESTS = ("cat_file", "open", "pipe_file", "rm_file", "find", "ls")
@@ -36,7 +37,7 @@ class Requests:
 
 def object_store(fs: Any, root: str, before: Callable[[], None]) -> ObjectStore:
     """A store whose requests a test sees coming."""
-    return ObjectStore(ObjectShelf(Requests(fs, before), root, f"test://{root}"), LIMIT)
+    return ObjectStore(Bucket(Requests(fs, before), root, f"test://{root}"), LIMIT)
 
 
 class Actor:

@@ -10,7 +10,7 @@ import pytest
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store import local as local_store
-from lorabridge.bridge.store.objects import ObjectShelf
+from lorabridge.bridge.store.bucket import Bucket
 from tests.factories import make_adapter, make_manifest
 
 LIMIT = 64 * 1024
@@ -113,8 +113,8 @@ class ObjectPlace:
         return [path for path in self.fs.find(f"{around}/") if not path.startswith(f"{self.root}/")]
 
     def garble(self, patch: pytest.MonkeyPatch) -> None:
-        write = ObjectShelf.write
-        patch.setattr(ObjectShelf, "write", lambda shelf, name, body: write(shelf, name, body[:-1] + b"?"))
+        write = Bucket.write
+        patch.setattr(Bucket, "write", lambda shelf, name, body: write(shelf, name, body[:-1] + b"?"))
 
 
 def publish(store: Store, version: int = 1, epoch: int = 1, seed: int | None = None, **changes: Any) -> Manifest:

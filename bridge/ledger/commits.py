@@ -223,7 +223,7 @@ def _is_sealed(body: bytes) -> bool:
     """Whether the seal fits, whatever the schema: corrupt is told from written by another release."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except codec.UNREADABLE:
         return False
     blank = codec.canonical_json({**fields, "seal": ""})
     return codec.canonical_json(fields) == body and fields.get("seal") == sha256(blank)

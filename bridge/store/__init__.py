@@ -103,11 +103,17 @@ def open_store(url: str, max_bytes: int = DEFAULT_MAX_BYTES) -> Store:
         return LocalStore(Path(unquote(parts.path)), max_bytes)
     if len(parts.scheme) < 2:
         return LocalStore(Path(url).absolute(), max_bytes)
+    from lorabridge.bridge.store.remote import ReadOnlyStore
+
     if parts.scheme in ("http", "https"):
-        from lorabridge.bridge.store.remote import ReadOnlyStore
         from lorabridge.bridge.store.web import READ_ONLY, WebShelf
 
         return ReadOnlyStore(WebShelf(url), max_bytes, READ_ONLY)
-    from lorabridge.bridge.store.objects import open_objects
+    from lorabridge.bridge.store.bucket import open_bucket
+    from lorabridge.bridge.store.objects import ObjectStore
 
-    return open_objects(url, max_bytes)
+    bucket = open_bucket(url)
+    if bucket.exclusive:
+        return ObjectStore(bucket, max_bytes)
+    why = f"fsspec's {bucket.protocol!r} may overwrite what another has just created"
+    return ReadOnlyStore(bucket, max_bytes, why)

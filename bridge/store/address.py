@@ -25,7 +25,9 @@ def check_store_url(url: str) -> str:
     if len(parts.scheme) < 2:
         return url
     remote = parts.scheme != "file"
-    if "://" not in url or "::" in url:
+    nowhere = parts.scheme in ("http", "https", "s3") and not parts.netloc
+    chained = not url[len(parts.scheme) :].startswith("://") or "::" in parts.path  # in a host it is IPv6
+    if nowhere or chained:
         raise ConfigError("[store] url is not a URL that a store can have", action=_GIVE)
     if password is not None or (remote and ("@" in parts.netloc or parts.query or parts.fragment)):
         raise ConfigError(

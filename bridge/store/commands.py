@@ -78,8 +78,9 @@ def gc(
 ) -> None:
     """Remove the adapters of old versions, except those that something still uses. The versions stay on record.
 
-    Tokens that a removed adapter sampled can never be recomputed: it says of how many trajectories in the ledger that
-    is true. What servers serve is asked of Redis and the ledger; if Redis does not answer, the ledger alone must know.
+    Tokens that a removed adapter sampled can never be recomputed (the audit says `unverifiable`): it says of how many
+    trajectories in the ledger that is true. What servers serve is asked of Redis and the ledger, what waits to be
+    trained on or archived of Redis; if Redis does not answer, the ledger alone must know.
 
     Examples:
 
@@ -115,7 +116,7 @@ def gc(
             f"{trajectories} trajectories in the ledger {'could' if dry_run else 'can'} no longer be recomputed whole"
         )
     if not asked_redis:
-        print("Redis does not answer: what servers serve is what the ledger last heard of them")
+        print("Redis does not answer: what servers serve is what the ledger last heard; what waits there is not known")
 
 
 def _settings(run: Path | None, config: Path | None, overrides: list[str] | None) -> Settings:
@@ -142,14 +143,14 @@ def _ledger(settings: Settings) -> Ledger | None:
 
 
 def _in_use(settings: Settings, ledger: Ledger | None) -> tuple[Callable[[], set[str]], bool]:
-    """What servers serve and what Redis's head names, as a question to be asked, and whether Redis answers.
+    """What servers serve, what waiting trajectories and Redis's head name, as a question; and whether Redis answers.
 
     Raises:
         StreamUnreachable: Redis does not answer, and there is no ledger to go by.
     """
     from lorabridge.bridge.errors import StreamUnreachable
     from lorabridge.bridge.events import Resident
-    from lorabridge.bridge.store.in_use import Residents, digests_of
+    from lorabridge.bridge.store.in_use import Residents, Waiting, digests_of
     from lorabridge.bridge.stream.connection import connect
     from lorabridge.bridge.stream.head import read_head
     from lorabridge.bridge.stream.keys import Keys
@@ -163,11 +164,11 @@ def _in_use(settings: Settings, ledger: Ledger | None) -> tuple[Callable[[], set
             raise
         return lambda: digests_of(known.values()), False
     keys = Keys(settings.run.id)
-    residents = Residents(client, keys, known.values())
+    residents, waiting = Residents(client, keys, known.values()), Waiting(client, keys)
 
     def ask() -> set[str]:
         head = read_head(client, keys, settings.policy.name)
-        return residents.digests() | ({head.digest} if head else set())
+        return residents.digests() | waiting.digests() | ({head.digest} if head else set())
 
     return ask, True
 

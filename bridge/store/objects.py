@@ -4,10 +4,11 @@ There is no lock and no rename. Order comes from creating an object only if it i
 
 - **epochs** are numbered objects, each with a token of the one who created it.
 - **commit** reads the newest version, then the newest epoch, then creates the next version. A trainer that was
-  overtaken between the last two still gets that one version in; it is on the line like any other, below every version
+  overtaken between the last two still gets that one version in; it is on the line like any other, before every version
   of the trainer that overtook it, whose first commit finds the version taken and has to go on top (``commit_next``).
   It cannot get in a second one.
 - **put** uploads the tensors, reads them back, and uploads the configuration last: without it an adapter is not there.
+  If a removal got in between, it begins again.
 - **remove** (retention) leaves a mark, then looks whether a version names the adapter, then deletes. A commit creates
   its version, then looks for the mark. Whatever the order, one of the two sees the other: no version loses its adapter
   without the commit being told. A mark whose owner died is taken over an hour later.
@@ -17,26 +18,23 @@ An answer that is lost does not matter: whoever does not know whether it created
 
 from __future__ import annotations
 
-import errno
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.adapter import Adapter
 from lorabridge.bridge.digest import CONFIG_FILE, TENSORS_FILE, adapter_digest
-from lorabridge.bridge.errors import BridgeError, ConfigError, DigestMissing, StoreError, VersionTaken
+from lorabridge.bridge.errors import ConfigError, DigestMissing, StoreError, VersionTaken
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import adapter_files
-from lorabridge.bridge.store.adapter_files import capped, check_size, match
+from lorabridge.bridge.store.adapter_files import check_size, match
+from lorabridge.bridge.store.bucket import Bucket
 from lorabridge.bridge.store.order import check_commit, last
 from lorabridge.bridge.store.remote import (
     HEX,
-    ReadOnlyStore,
     RemoteReader,
     adapter_name,
     epoch_name,
@@ -44,125 +42,8 @@ from lorabridge.bridge.store.remote import (
     removed_name,
 )
 
-if TYPE_CHECKING:
-    from lorabridge.bridge.store import Store
-
-# Filesystems whose exclusive create is one request that the server decides. fsspec's default looks first, then writes.
-_EXCLUSIVE = frozenset({"s3", "s3a", "memory"})
-_READ_BYTES = 8 << 20  # per request
 _SETTLE_S, _PAUSE_S = 30.0, 0.2
 _DEAD_S = 3600.0
-
-
-def open_objects(url: str, max_bytes: int) -> Store:
-    """The store at an fsspec URL; read only where fsspec cannot create exclusively.
-
-    Raises:
-        ConfigError: fsspec does not know the URL, or what it needs is not installed.
-    """
-    try:
-        import fsspec
-
-        fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-    except ImportError as error:
-        extra = "pip install 'lorabridge[s3]'" if url.startswith("s3") else "Install what it names"
-        raise ConfigError(f"[store] url {url!r}: {error}", action=extra) from error
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(
-            f"[store] url {url!r}: {error}", action="Give a folder, s3://bucket/prefix, or http(s)://host/path"
-        ) from error
-    shelf = ObjectShelf(fs, root.rstrip("/"), url.rstrip("/"))
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    if protocols <= _EXCLUSIVE:
-        return ObjectStore(shelf, max_bytes)
-    return ReadOnlyStore(shelf, max_bytes, f"fsspec's {min(protocols)!r} may overwrite what another has just created")
-
-
-class ObjectShelf:
-    """Objects under one prefix of an fsspec filesystem."""
-
-    def __init__(self, fs: Any, root: str, url: str) -> None:
-        self._fs, self._root, self.url = fs, root, url
-
-    def blocks(self, name: str, limit: int) -> Iterator[bytes]:
-        with self._errors(), self._fs.open(self._path(name), "rb", block_size=_READ_BYTES) as stream:
-            if (size := getattr(stream, "size", None)) is not None:
-                check_size(f"{self.url}/{name}", size, limit)
-            yield from capped(f"{self.url}/{name}", iter(lambda: stream.read(adapter_files.BLOCK), b""), limit)
-
-    def get(self, name: str, limit: int) -> bytes | None:
-        body = self._start(name, limit + 1)
-        if body is not None:
-            check_size(f"{self.url}/{name}", len(body), limit)
-        return body
-
-    def holds(self, name: str) -> bool:
-        return self._start(name, 1) is not None
-
-    def _start(self, name: str, count: int) -> bytes | None:
-        """The first ``count`` bytes, None if it is not there: one request either way, and no more bytes than that."""
-        try:
-            with self._errors():
-                try:
-                    return bytes(self._fs.cat_file(self._path(name), start=0, end=count))
-                except OSError as error:
-                    if error.errno == errno.EINVAL:  # what S3 says of a range of an empty object
-                        return b""
-                    raise
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, body: bytes, *, create: bool = False) -> None:
-        """Write an object whole. Raises ``FileExistsError`` with ``create`` if it is there, and ``StoreError``."""
-        try:
-            with self._errors():
-                self._fs.pipe_file(self._path(name), body, mode="create" if create else "overwrite")
-        except FileNotFoundError as error:
-            raise StoreError(f"{self.url}: {error}", action="Create the bucket, or correct [store] url") from error
-
-    def delete(self, name: str) -> None:
-        try:
-            with self._errors():
-                self._fs.rm_file(self._path(name))
-        except FileNotFoundError:
-            pass
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """Bytes of every object under ``name/``, by the rest of its name."""
-        start = self._path(name) + "/"
-        with self._errors():
-            found: dict[str, dict[str, Any]] = self._fs.find(start, detail=True)
-        return {path.partition(start)[2]: info["size"] for path, info in found.items()}
-
-    def folders(self, name: str) -> list[str]:
-        """Names of the folders in ``name``."""
-        try:
-            with self._errors():
-                found = self._fs.ls(self._path(name), detail=True)
-        except FileNotFoundError:
-            return []
-        return sorted(info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory")
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Every library behind fsspec has errors of its own; what is no answer becomes a ``StoreError``."""
-        try:
-            yield
-        except (BridgeError, FileNotFoundError, FileExistsError):
-            raise
-        except PermissionError as error:
-            raise StoreError(
-                f"{self.url} refuses: {error}",
-                action="Check the credentials and that they may list the bucket: without that S3 hides what is missing",
-            ) from error
-        except Exception as error:
-            raise StoreError(
-                f"{self.url}: {type(error).__name__}: {error}",
-                action="Check the endpoint and the credentials (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ~/.aws)",
-            ) from error
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -175,9 +56,9 @@ class _Mark(msgspec.Struct, frozen=True):
 class ObjectStore(RemoteReader):
     """See the module."""
 
-    _shelf: ObjectShelf
+    _shelf: Bucket
 
-    def __init__(self, shelf: ObjectShelf, max_bytes: int) -> None:
+    def __init__(self, shelf: Bucket, max_bytes: int) -> None:
         super().__init__(shelf, max_bytes)
         self._epochs: dict[str, int] = {}
 

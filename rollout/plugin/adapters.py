@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from itertools import count
@@ -56,8 +57,14 @@ class FileLog:
         self.records: list[Residency] = []
 
     def append(self, record: Residency) -> None:
-        with disk_errors(str(self._file)), self._file.open("ab") as log:
-            log.write(codec.encode_json(record) + b"\n")
-            log.flush()
-            os.fsync(log.fileno())
+        line = codec.encode_json(record) + b"\n"
+        with disk_errors(str(self._file)), self._file.open("ab", buffering=0) as log:
+            end = log.seek(0, os.SEEK_END)
+            try:
+                if log.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(log.fileno())
+            except OSError:
+                log.truncate(end)  # half a line would spoil the next
+                raise
         self.records.append(record)

@@ -34,6 +34,7 @@ class Control:
             facts=self._facts,
             fence=self._swapper.fence,
             canary=self._swapper.canary,
+            quarantined_ms=self._swapper.quarantined_ms,
         )
 
     def residencies(self, after: int) -> list[Residency]:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorabridge.bridge.canary import Judgement
+from lorabridge.bridge.codec import UNREADABLE
 from lorabridge.bridge.errors import BridgeError, DiskFull, Quarantined, StoreError
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.swap import Outdated
@@ -66,7 +67,7 @@ def model_of(body: bytes) -> str | None:
     """The model that a request names, None if it names none or is not a JSON object."""
     try:
         return msgspec.json.decode(body, type=_Model).model
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -149,7 +150,7 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
             return _refuse(413, f"a request of more than {_MAX_CONTROL} bytes")
         except Outdated as error:
             return _refuse(409, str(error))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return _refuse(400, f"not such a request: {error}")
         except (StoreError, DiskFull) as error:
             return _refuse(424, error.diagnostics())
@@ -167,13 +168,15 @@ async def _state(control: Control, request: Request) -> Response:
 
 async def _residency(control: Control, request: Request) -> Response:
     after = request.query_params.get("after", "-1")
-    if not after.removeprefix("-").isdigit():
+    try:
+        epoch = int(after)
+    except ValueError:
         return _refuse(400, "after is not an epoch")
-    return _json(control.residencies(int(after)))
+    return _json(control.residencies(epoch))
 
 
 async def _body(request: Request, kind: type[T]) -> T:
-    """What a request asks for. Raises ``_TooLong`` or ``msgspec.DecodeError``."""
+    """What a request asks for. Raises ``_TooLong`` or one of ``UNREADABLE``."""
     body = await read_capped(request.scope, request.receive, _MAX_CONTROL)
     if body is None:
         raise _TooLong

@@ -8,6 +8,7 @@ n counts such preemptions, so that a request which lived through one has tokens 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
 from typing import Any
@@ -96,7 +97,8 @@ def _forget_prefixes(self: Any) -> int:
 
     A request that waits must not start on prefix blocks of the old weights. One that was caught inside its prompt, or
     inside what it computes again after a preemption, would have that computed under two adapters with no sampled token
-    to show for it, so it begins again.
+    to show for it, so it begins again. One that keeps its KV puts nothing into the cache any more: what it computes
+    from here on lies on old KV, and would be found by its like, or by itself after a preemption.
     """
     from vllm.v1.core.block_pool import BlockHashToBlockMap
 
@@ -112,6 +114,8 @@ def _forget_prefixes(self: Any) -> int:
     pool.cached_block_hashes_by_block.clear()
     for block in pool.blocks:
         block.reset_hash()
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        manager.num_cached_block.update((request.request_id, sys.maxsize) for request in scheduler.running)
     return begun_again
 
 
@@ -145,6 +149,7 @@ def _missing(self: Any) -> list[str]:
         "scheduler._preempt_request",
         "scheduler.pause_state",
         "scheduler.prev_step_scheduled_req_ids",
+        "scheduler.kv_cache_manager.coordinator.single_type_managers",
         "scheduler.kv_cache_manager.block_pool.blocks",
         "scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block",
         "scheduler.kv_cache_manager.block_pool.cached_block_hashes_by_block",

@@ -30,6 +30,7 @@ from lorabridge.rollout.plugin.vllm_engine import VllmEngine
 from lorabridge.rollout.wire import UNIX, EngineFacts
 
 CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
+_OPENERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
 
 
 async def start(client: Any, state: State, args: Namespace) -> None:
@@ -75,10 +76,8 @@ def refuse_flags(args: Namespace, environment: Any) -> None:
         wrong = "--enable-scale-out is missing, and with it the route that reports spans"
     elif "Attest" not in (args.worker_extension_cls or ""):
         wrong = "--worker-extension-cls lorabridge.rollout.plugin.attest.Attest is missing"
-    elif environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true"):
-        wrong = "VLLM_ALLOW_RUNTIME_LORA_UPDATING is on, which opens doors that need no token"
-    elif environment.get("VLLM_SERVER_DEV_MODE", "0").lower() in ("1", "true"):
-        wrong = "VLLM_SERVER_DEV_MODE is on, which opens doors that need no token"
+    elif on := [name for name in _OPENERS if environment.get(name, "").strip().lower() not in ("", "0", "false")]:
+        wrong = f"{on[0]} is on, which opens doors that need no token"
     if wrong:
         raise GeneratorError(wrong, action="Start it with `lorabridge serve`, or as `lorabridge serve --print` says")
 
@@ -101,6 +100,7 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
         max_lora_rank=config.lora_config.max_lora_rank,
         max_loras=config.lora_config.max_loras,
         max_model_len=config.model_config.max_model_len,
+        kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
     )
     running = client.output_processor.request_states
     return Control(swapper, log, facts, running=lambda: len(running), restarts=engine.restarts)

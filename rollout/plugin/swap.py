@@ -49,6 +49,7 @@ class Swapper:
         fence: highest lease number seen; a controller with a lower one has been replaced.
         canary: the last judgement that a worker told of.
         quarantine: why this generator must not sample, or None.
+        quarantined_ms: since when, milliseconds since 1970.
     """
 
     def __init__(
@@ -62,9 +63,8 @@ class Swapper:
         self.fence = 0
         self.canary: Judgement | None = None
         self.quarantine: str | None = None
-        self.residency = Residency(
-            generator=generator, instance=instance, epoch=0, kv=kv, serves={}, at_ms=time.time_ns() // 1_000_000
-        )
+        self.quarantined_ms: int | None = None
+        self.residency = Residency(generator=generator, instance=instance, epoch=0, kv=kv, serves={}, at_ms=_now_ms())
 
     async def begin(self) -> None:
         """Label the engine with epoch 0, which serves nothing."""
@@ -132,14 +132,15 @@ class Swapper:
                 await self._engine.forget_prefixes()
             await self._enter(serves, kv)
             watch.lap("label")
-            self.quarantine = lost or self.quarantine
+            self._judge(lost or self.quarantine)
             await self._engine.resume()
             watch.lap("resume")
         except Exception as error:
             # Nothing is known of the slot any more, so nothing may be sampled: the engine stays paused.
-            self.quarantine = f"a swap broke off: {error!r}"
-            raise _quarantined(self.quarantine) from error
-        self.quarantine = lost
+            reason = f"a swap broke off: {error!r}"
+            self._judge(reason)
+            raise _quarantined(reason) from error
+        self._judge(lost)
         self._adapters.keep_only({served.digest for served in serves.values()})
         if lost is not None:
             raise _quarantined(lost)
@@ -193,16 +194,27 @@ class Swapper:
         try:
             await self._engine.attest(policy)
         except PlacementFailed as error:
-            self.quarantine = f"{policy}: {error}"
-            raise _quarantined(self.quarantine) from error
+            raise _quarantined(await self._distrust(policy, error)) from error
+
+    async def _distrust(self, policy: str, seen: PlacementFailed) -> str:
+        """A slot is not what it was proven to be: nothing more is sampled, and what has tokens from it ends, since
+        nobody can say from which one on they are wrong. Returns the reason of the quarantine."""
+        reason = self.quarantine or f"{policy}: {seen}"
+        self._judge(reason)
+        await self._engine.pause("keep")
+        await self._engine.abort(policy)
+        return reason
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score sequences under a policy that is served; no swap comes in between.
 
         Raises:
             Outdated: the policy is not served.
+            Quarantined: nothing may be sampled.
         """
         async with self._lock:
+            if self.quarantine is not None:  # the engine may be paused, and only a swap can have it go on
+                raise _quarantined(self.quarantine)
             if request.policy not in self.residency.serves:
                 raise Outdated(f"{request.policy} is not served here")
             adapter = await self._engine.score(request.policy, request.sequences)
@@ -214,13 +226,13 @@ class Swapper:
         async with self._lock:
             self.canary = judgement
             if judgement.verdict == "mismatch":
-                self.quarantine = judgement.reason
+                self._judge(judgement.reason)
 
     async def attest(self) -> dict[str, str | None]:
         """Is every slot still what it was proven to be? By policy, what was seen if it is not.
 
-        A slot that changed behind our back quarantines this generator: its tokens since the last proof cannot be
-        trusted, and no more are sampled until a swap has been proven.
+        A slot that changed behind our back quarantines this generator: what it is sampling ends, since tokens since the
+        last proof cannot be trusted, and no more are sampled until a swap has been proven.
         """
         async with self._lock:
             seen: dict[str, str | None] = {}
@@ -230,13 +242,19 @@ class Swapper:
                     seen[policy] = None
                 except PlacementFailed as error:
                     seen[policy] = str(error)
-                    self.quarantine = self.quarantine or f"{policy}: {error}"
+                    await self._distrust(policy, error)
             return seen
+
+    def _judge(self, reason: str | None) -> None:
+        """In quarantine for ``reason``, or with None out of it."""
+        if reason is None or self.quarantine is None:
+            self.quarantined_ms = _now_ms() if reason is not None else None
+        self.quarantine = reason
 
     async def _enter(self, serves: dict[str, Served], kv: KvMode) -> None:
         """Begin the next epoch: on record first, then on every token."""
         record = msgspec.structs.replace(
-            self.residency, epoch=self.residency.epoch + 1, kv=kv, serves=serves, at_ms=time.time_ns() // 1_000_000
+            self.residency, epoch=self.residency.epoch + 1, kv=kv, serves=serves, at_ms=_now_ms()
         )
         self._log.append(record)
         self.residency = record
@@ -254,6 +272,10 @@ class Stopwatch:
         now = time.perf_counter()
         self.laps_ms[name] = (now - self._last) * 1000
         self._last = now
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _quarantined(reason: str) -> Quarantined:

@@ -30,6 +30,10 @@ class Engine(Protocol):
         """Is the policy's slot what it was when it was placed? Raises ``PlacementFailed``."""
         ...
 
+    async def abort(self, policy: str) -> None:
+        """End the policy's requests, telling their clients so."""
+        ...
+
     async def remove(self, policy: str) -> None:
         """End the policy's requests and take its adapter out. Raises ``PlacementFailed`` if it is still resident."""
         ...
@@ -95,15 +99,23 @@ class VllmEngine:
             if seen["changed"]:
                 raise PlacementFailed(f"rank {rank}: the slot of {seen['changed'][0]} has changed since it was proven")
 
+    async def abort(self, policy: str) -> None:
+        request = self._models.lora_requests.get(policy)
+        if request is not None:
+            await self._abort(request)
+
     async def remove(self, policy: str) -> None:
         request = self._models.lora_requests.pop(policy, None)
         if request is None:
             return
-        await self._client.engine_core.call_utility_async(ABORT, request.lora_int_id)
+        await self._abort(request)
         await self._client.remove_lora(request.lora_int_id)
         for rank, resident in enumerate(await self._client.collective_rpc("lorabridge_resident")):
             if request.lora_int_id in resident:
                 raise PlacementFailed(f"rank {rank}: the adapter of {policy} is still in its slot")
+
+    async def _abort(self, request: Any) -> None:
+        await self._client.engine_core.call_utility_async(ABORT, request.lora_int_id)
 
     async def forget_prefixes(self) -> None:
         await self._client.engine_core.call_utility_async(FORGET)

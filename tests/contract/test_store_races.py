@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lorabridge.bridge.errors import BridgeError, DigestMissing, StaleTrainer, VersionTaken
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import objects
+from lorabridge.bridge.store.bucket import Bucket
 from lorabridge.bridge.store.line import commit_next
 from lorabridge.bridge.store.retention import Retention
 from tests.factories import make_adapter, make_manifest
@@ -86,7 +87,7 @@ def test_a_commit_that_began_before_it_was_overtaken_gets_in_once_and_below() ->
         if name.endswith("/1.json"):
             assert newer.allocate_epoch("policy") == 2
             assert newer.newest("policy") is None
-        objects.ObjectShelf.write(older._shelf, name, body, create=create)
+        Bucket.write(older._shelf, name, body, create=create)
 
     older._shelf.write = overtake  # type: ignore[method-assign]
     late = make_manifest(1, digest, epoch=1)

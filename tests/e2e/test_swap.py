@@ -173,6 +173,12 @@ def test_the_public_door_lets_generation_through_and_nothing_else(
     assert answered == {("GET", "/health"), ("POST", GENERATE)}
 
 
+@pytest.mark.parametrize("path", ["/health", GENERATE, "/v1/models", "/"])
+def test_no_preflight_is_answered_in_front_of_the_public_door(path: str, server: Server) -> None:
+    preflight = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    assert httpx.options(server.url + path, headers=preflight).status_code == 403
+
+
 @pytest.mark.parametrize("token", ["", "wrong", "Bearer"])
 def test_the_control_door_answers_nobody_without_the_token(server: Server, token: str) -> None:
     headers = {"Authorization": f"Bearer {token}"} if token else {}

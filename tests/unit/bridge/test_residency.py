@@ -141,6 +141,11 @@ def test_an_epoch_in_between_without_a_record_is_not_guessed_at() -> None:
         resolve("policy", 2, engine((1, 0, 1), (3, 1, 2)), records)
 
 
+def test_preempted_twice_at_one_place_is_one_cut() -> None:
+    spans = resolve("policy", 4, engine((1, 0, 4)), FIVE, [2, 2])
+    assert [(span.start, span.end, span.kv) for span in spans] == [(0, 2, "fresh"), (2, 4, "fresh")]
+
+
 def test_a_residency_record_names_its_label() -> None:
     assert make_residency(7, 1, instance="abc").label == "abc:7"
 

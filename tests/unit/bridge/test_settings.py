@@ -131,7 +131,9 @@ def test_an_unreadable_value_in_the_environment_is_said_to_come_from_there(monke
         load(None)
 
 
-@pytest.mark.parametrize("body", [b"[run", b"a = ", b"\xff\xfe", b"a = 1\na = 2"])
+@pytest.mark.parametrize(
+    "body", [b"[run", b"a = ", b"\xff\xfe", b"a = 1\na = 2", b"a = " + b"[" * 100_000, b"a = " + b"9" * 5_000]
+)
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path, body: bytes) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(body)

@@ -68,13 +68,17 @@ GOOD = {"api_server_count": 1, "enable_lora": True, "enable_scale_out": True, "w
         ({"enable_scale_out": False}, {}, "--enable-scale-out"),
         ({"worker_extension_cls": ""}, {}, "--worker-extension-cls"),
         ({}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": " True "}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ({}, {"VLLM_SERVER_DEV_MODE": "true"}, "VLLM_SERVER_DEV_MODE"),
+        ({}, {"VLLM_SERVER_DEV_MODE": "2"}, "VLLM_SERVER_DEV_MODE"),  # any number but 0, to vLLM
     ],
 )
 def test_a_server_started_otherwise_is_refused_at_start(
     flags: dict[str, object], environment: dict[str, str], named: str
 ) -> None:
+    off = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", "VLLM_SERVER_DEV_MODE": "0"}
     refuse_flags(Namespace(**GOOD), {})
+    refuse_flags(Namespace(**GOOD), off)
     with pytest.raises(GeneratorError, match=named):
         refuse_flags(Namespace(**{**GOOD, **flags}), environment)
 

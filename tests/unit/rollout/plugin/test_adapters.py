@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from lorabridge.bridge import codec
-from lorabridge.bridge.errors import DigestMissing
+from lorabridge.bridge.errors import DigestMissing, DiskFull
 from lorabridge.bridge.residency import Residency
 from lorabridge.bridge.store import open_store
 from lorabridge.rollout.plugin.adapters import FileLog, LocalAdapters
@@ -44,3 +45,20 @@ def test_records_are_on_disk_one_per_line_in_order(tmp_path: Path) -> None:
         log.append(record)
     lines = (tmp_path / "residency" / "i.jsonl").read_bytes().splitlines()
     assert [codec.decode_json(Residency, line) for line in lines] == records == log.records
+
+
+def test_a_record_that_did_not_fit_on_the_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    file = tmp_path / "residency" / "i.jsonl"
+    log = FileLog(file)
+    records = [make_residency(epoch, 1) for epoch in range(3)]
+    log.append(records[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"i\.jsonl"):
+            log.append(records[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append(records[2])
+    lines = file.read_bytes().splitlines()
+    assert [codec.decode_json(Residency, line) for line in lines] == [records[0], records[2]] == log.records

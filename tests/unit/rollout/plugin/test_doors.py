@@ -36,6 +36,7 @@ class FakeSwapper:
 
     def __init__(self) -> None:
         self.quarantine: str | None = None
+        self.quarantined_ms: int | None = None
         self.fence = 0
         self.canary: Judgement | None = None
         self.residency = make_residency(3, 1)
@@ -94,6 +95,7 @@ def test_not_even_a_preflight_is_answered_by_somebody_in_front_of_the_door(contr
     app.state.lorabridge = control
     app.add_middleware(PublicDoor, state=app.state)
     app.add_middleware(CORSMiddleware, allow_origins=["*"])  # as vLLM does, after plugins have had their turn
+    app.middleware_stack = app.build_middleware_stack()  # as SageMaker's start-up does after that
     doors.put_outermost(app)
     preflight = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
     assert TestClient(app).options("/v1/models", headers=preflight).status_code == 403

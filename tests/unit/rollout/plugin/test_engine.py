@@ -31,7 +31,9 @@ def engine() -> SimpleNamespace:
         _preempt_request=print,
         pause_state=SimpleNamespace(name="UNPAUSED"),
         prev_step_scheduled_req_ids=set(),
-        kv_cache_manager=SimpleNamespace(block_pool=pool),
+        kv_cache_manager=SimpleNamespace(
+            block_pool=pool, coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(num_cached_block={})])
+        ),
     )
     return SimpleNamespace(scheduler=scheduler)
 

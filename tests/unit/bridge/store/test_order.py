@@ -1,4 +1,4 @@
-"""Law 2 without I/O: which manifest may be committed."""
+"""Law 2 without I/O: which manifest may be committed, and which number is the last of a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorabridge.bridge.errors import StaleTrainer, VersionTaken
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.store.order import check_commit
+from lorabridge.bridge.store.order import check_commit, last
 from tests.factories import make_manifest
 
 
@@ -56,3 +56,25 @@ def test_what_is_committed_is_always_next_and_from_the_newest_trainer(
     else:
         assert write is (there is None)
         assert there is not None or (version == newest + 1 and mine == epoch)
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.lists(st.integers(0, 3), max_size=40))
+def test_the_last_is_found_whatever_was_known_and_however_the_line_grows(
+    start: int, known: int, growth: list[int]
+) -> None:
+    end, asked, more = start, [], iter(growth)
+
+    def there(number: int) -> bool:
+        nonlocal end
+        assert number >= 1
+        asked.append(number)
+        found = number <= end
+        end += next(more, 0)
+        return found
+
+    found = last(there, known)
+    assert start <= found <= end, "what was there at the beginning is never missed"
+    if not growth:
+        assert found == start
+        assert len(asked) <= 2 * (start + 2).bit_length() + 2
+        assert known != start or known == 0 or asked == [known, known + 1]

@@ -31,9 +31,7 @@ from lorabridge.bridge.manifest import check_policy_name
 from lorabridge.bridge.store.address import StoreUrl
 from lorabridge.bridge.trajectory import Sampling
 
-# What tomllib raises: also on nesting deeper than the stack, and on a number of thousands of digits.
-_NOT_TOML = (ValueError, RecursionError)
-
+_NOT_TOML = (ValueError, RecursionError)  # tomllib's, and what nesting without end or a number like that raises
 BASE_NAME = "base"
 """What servers call the base model, so that no policy can have that name."""
 
@@ -212,9 +210,7 @@ class PublishSection(Section):
     """[publish]"""
 
     every: int = Field(1, ge=1, description="optimizer steps between versions")
-    wait: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        0, description="servers that training waits for, or 'all'"
-    )
+    wait: Annotated[int, Field(ge=0)] | Literal["all"] = Field(0, description="servers that training waits for; 'all'")
     wait_s: float = Field(30, gt=0, description="how long it waits for them, at most")
     max_lora_rank: int = Field(0, ge=0, description="what the servers take; 0: the smallest that fits policy.rank")
 

@@ -57,6 +57,7 @@ def put_outermost(app: Starlette) -> None:
     """Have the public door see a request before whatever else was put in front of the routes: CORS answers preflights
     by itself. To be called before the first request."""
     app.user_middleware.sort(key=lambda each: cast(object, each.cls) is not PublicDoor)
+    app.middleware_stack = None  # SageMaker's start-up has had it built already
 
 
 class _Model(msgspec.Struct):

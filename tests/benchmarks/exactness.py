@@ -44,7 +44,11 @@ _MODES: tuple[KvMode, ...] = ("keep", "recompute")
 
 
 class Tally:
-    """What the audits of one mode add up to."""
+    """What the audits of one mode add up to.
+
+    ``cut`` counts turns that were preempted: where KV is kept, a later span that begins afresh says so. Where a swap
+    drops KV every span does, and it cannot be told.
+    """
 
     def __init__(self) -> None:
         self.reports: list[AuditReport] = []
@@ -88,8 +92,8 @@ def rows_of(found: dict[KvMode, Tally]) -> tuple[list[dict[str, object]], list[G
     for mode, tally in found.items():
         tokens = tally.sum("tokens")
         rows.append({
-            "mode": f"kv {mode}", "samples": tally.sum("trajectories"), "several spans": tally.several,
-            "preempted": tally.cut, "swaps": tally.swaps, "tokens": tokens, "refuted": tally.sum("refuted"),
+            "": f"kv {mode}", "trajectories": tally.sum("trajectories"), "several spans": tally.several,
+            "preempted": tally.cut if mode == "keep" else None, "swaps": tally.swaps, "tokens": tokens, "refuted": tally.sum("refuted"),
             "unverifiable": tally.sum("unverifiable"), "discriminated": tally.sum("discriminated") / tokens,
             "max error": f"{max(report.max_error or 0.0 for report in tally.reports):.1e}",
             "sampled/s": tokens / tally.sampling_s, "audited/s": tokens / tally.auditing_s,

@@ -237,7 +237,7 @@ values = (
 )
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @given(
     extra=st.dictionaries(text, values, max_size=3), path=text, args=st.lists(text, max_size=2), alpha=st.floats(1, 1e9)
 )

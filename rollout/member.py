@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from lorabridge.bridge.canary import judge
-from lorabridge.bridge.errors import BridgeError, Quarantined, SwapFailed
+from lorabridge.bridge.errors import BridgeError, GeneratorUnreachable, Quarantined, SwapFailed
 from lorabridge.bridge.events import Happening, Judged, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import Residency
@@ -62,6 +62,7 @@ class Member:
         self._said = ""
         self._failures = 0
         self._groups = 0
+        self._met = False  # whether it has ever been fit for the run
 
     @property
     def load(self) -> Load:
@@ -124,7 +125,7 @@ class Member:
         if self._now is None:
             state = await self.generator.state()
             self._check(state)
-            self.facts = state.facts
+            self.facts, self._met = state.facts, True
             await self.residencies.learn(state.residency)
             self._now = state.residency
         ours = await self._lease.hold(floor=state.fence if state else 0)
@@ -183,7 +184,8 @@ class Member:
             wanted = self._wanted
             log.warning("%s: %s", self.generator.url, reason)
             subject = f"{self.generator.url} {wanted.digest}" if wanted else self.generator.url
-            await self._report(Quarantine(subject=subject, reason=reason))
+            if self._met or not isinstance(error, GeneratorUnreachable):  # else it is still coming up
+                await self._report(Quarantine(subject=subject, reason=reason))
             self._said = reason
         self._now = None
         if isinstance(error, SwapFailed):

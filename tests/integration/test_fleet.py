@@ -95,6 +95,7 @@ async def test_a_generator_that_does_not_come_up_in_time_ends_the_worker(bench: 
     with pytest.raises(GeneratorUnreachable, match="nobody there"):
         async with asyncio.timeout(30):
             await bench.worker().run()
+    assert bench.quarantines() == []  # one that is still coming up is no news
 
 
 async def test_a_generator_that_restarts_is_trusted_again_only_after_it_has_the_head(bench: Bench) -> None:

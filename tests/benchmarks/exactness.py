@@ -91,13 +91,12 @@ def rows_of(found: dict[KvMode, Tally]) -> tuple[list[dict[str, object]], list[G
     rows: list[dict[str, object]] = []
     for mode, tally in found.items():
         tokens = tally.sum("tokens")
-        rows.append({
-            "": f"kv {mode}", "trajectories": tally.sum("trajectories"), "several spans": tally.several,
-            "preempted": tally.cut if mode == "keep" else None, "swaps": tally.swaps, "tokens": tokens, "refuted": tally.sum("refuted"),
-            "unverifiable": tally.sum("unverifiable"), "discriminated": tally.sum("discriminated") / tokens,
-            "max error": f"{max(report.max_error or 0.0 for report in tally.reports):.1e}",
-            "sampled/s": tokens / tally.sampling_s, "audited/s": tokens / tally.auditing_s,
-        })  # fmt: skip
+        row: dict[str, object] = {"mode": f"kv {mode}", "samples": tally.sum("trajectories")}
+        row |= {"several spans": tally.several, "preempted": tally.cut, "swaps": tally.swaps, "tokens": tokens}
+        row |= {name: tally.sum(name) for name in ("refuted", "unverifiable")}
+        row |= {"discriminated": tally.sum("discriminated") / tokens}
+        row |= {"max error": f"{max(report.max_error or 0.0 for report in tally.reports):.1e}"}
+        rows.append(row | {"sampled/s": tokens / tally.sampling_s, "audited/s": tokens / tally.auditing_s})
     wrong = ("refuted", "unverifiable")
     return rows, [Goal(name=name, value=sum(t.sum(name) for t in found.values()), most=0) for name in wrong]
 

@@ -40,6 +40,12 @@ _PAUSED = ("pause", "place", "label", "resume")
 _PREFILLED = 400  # tokens of a prompt, to measure prefill with
 
 
+class Endless(Sampling, frozen=True, kw_only=True):
+    """As many tokens as are allowed: vLLM's own ``ignore_eos``, so that decoding dominates."""
+
+    ignore_eos: bool = True
+
+
 @dataclass(kw_only=True)
 class Window:
     """Tokens that the engine counted, in how many seconds, and the phases of the swaps in milliseconds."""
@@ -73,7 +79,7 @@ class Bench:
         length = LENGTH * (number + 1) // AT_ONCE
         for turn in count():
             prompt = [3 + (number + turn + place) % 20 for place in range(PROMPT)]
-            completion = await self.generator.sample(self.policy, prompt, Sampling(max_tokens=length), [])
+            completion = await self.generator.sample(self.policy, prompt, Endless(max_tokens=length), [])
             self.lengths.append(len(completion.token_ids))
             length = LENGTH
 

@@ -125,6 +125,10 @@ class SwapFailed(GeneratorError):
     """The adapter was not put into the slot; what is served is as before, or nothing."""
 
 
+class SlotsBusy(SwapFailed):
+    """There is no slot for the adapter until samples in flight have ended; nothing was changed."""
+
+
 class Quarantined(GeneratorError):
     """The generator could not prove what it serves and refuses to sample."""
 

@@ -15,6 +15,8 @@ import msgspec
 from lorabridge.bridge.trajectory import Span, Unestablished
 
 KvMode = Literal["keep", "recompute"]
+SwapMode = Literal["in_flight", "pinned"]
+"""How a policy is swapped: samples in flight go on under the new version, or finish on the one they began with."""
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +29,15 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 class Residency(msgspec.Struct, frozen=True, kw_only=True):
     """From epoch ``epoch`` on, until the next, ``instance`` of ``generator`` serves ``serves``.
 
-    ``kv`` says what the swap that began the epoch did with the KV of running requests. Times are milliseconds since
-    1970 on the generator's clock.
+    Attributes:
+        kv: what the swap that began the epoch did with the KV of running requests.
+        serves: by policy, what new samples get.
+        at_ms: milliseconds since 1970 on the generator's clock.
+        pinned: by policy that is swapped pinned, every version of it that is in a slot, what it serves last. A sample
+            stays on the one it began with, which stays for as long as the sample does.
     """
 
-    READS_SCHEMAS: ClassVar[tuple[int, ...]] = (1,)
+    READS_SCHEMAS: ClassVar[tuple[int, ...]] = (1, 2)
 
     generator: str
     instance: str
@@ -39,7 +45,14 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvMode
     serves: dict[str, Served]
     at_ms: int
-    schema: int = 1
+    pinned: dict[str, tuple[Served, ...]] = {}
+    schema: int = 2
+
+    @property
+    def digests(self) -> set[str]:
+        """Of every adapter that is in a slot."""
+        held = {served.digest for versions in self.pinned.values() for served in versions}
+        return held | {served.digest for served in self.serves.values()}
 
     @property
     def label(self) -> str:
@@ -91,6 +104,7 @@ def resolve(
     engine_spans: Sequence[EngineSpan],
     records: Mapping[str, Residency],
     restarts: Collection[int] = (),
+    began_on: str | None = None,
 ) -> tuple[Span, ...]:
     """The engine's spans as facts about ``policy``; ``records`` maps labels to residency records.
 
@@ -101,10 +115,12 @@ def resolve(
         records: every residency record of the instance so far, by label.
         restarts: sampled tokens before which the request was preempted, so that its KV was computed afresh; a span is
             cut there.
+        began_on: digest that a sample of a pinned policy began with, as the server says; None of others.
 
     Raises:
-        Unestablished: a label without a record, a record without the policy, epochs out of order, more than one
-            instance, or spans that do not tile the tokens. The caller quarantines the sample with this reason.
+        Unestablished: a label without a record, a record without the policy or without the digest that the sample
+            began on, epochs out of order, more than one instance, or spans that do not tile the tokens. The caller
+            quarantines the sample with this reason.
     """
     spans: list[Span] = []
     before: Residency | None = None
@@ -112,9 +128,7 @@ def resolve(
         record = records.get(reported.version)
         if record is None:
             raise Unestablished(f"no residency record for engine label {reported.version!r}")
-        served = record.serves.get(policy)
-        if served is None:
-            raise Unestablished(f"epoch {record.label} does not serve {policy}")
+        served = _served(record, policy, began_on)
         if before is not None and (record.instance != before.instance or record.epoch <= before.epoch):
             raise Unestablished(f"epoch {record.label} reported after {before.label}")
         kept = before is not None and _kept(before, record, records)
@@ -135,6 +149,21 @@ def resolve(
         before = record
     check_tiles(spans, count)
     return tuple(spans)
+
+
+def _served(record: Residency, policy: str, began_on: str | None) -> Served:
+    """What a sample of ``policy`` gets in an epoch. Raises ``Unestablished``."""
+    held = record.pinned.get(policy)
+    if held is None and began_on is None:
+        if policy not in record.serves:
+            raise Unestablished(f"epoch {record.label} does not serve {policy}")
+        return record.serves[policy]
+    if began_on is None:
+        raise Unestablished(f"{policy} is pinned in epoch {record.label}, and the server did not say to which version")
+    found = [served for served in held or () if served.digest == began_on]
+    if not found:
+        raise Unestablished(f"epoch {record.label} does not hold {began_on}, which the sample began on")
+    return found[-1]
 
 
 def check_tiles(spans: Sequence[Span], count: int) -> None:

@@ -17,13 +17,23 @@ from lorabridge.bridge.errors import (
     PluginMissing,
     Quarantined,
     RequestRefused,
+    SlotsBusy,
     SwapFailed,
     TokenRefused,
 )
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.residency import EngineSpan, KvMode, Residency
+from lorabridge.bridge.residency import EngineSpan, KvMode, Residency, SwapMode
 from lorabridge.bridge.trajectory import FinishReason, Sampling, Unestablished
-from lorabridge.rollout.wire import GENERATE, UNIX, GeneratorState, ScoreRequest, Scores, SwapReply, SwapRequest
+from lorabridge.rollout.wire import (
+    BEGAN_ON,
+    GENERATE,
+    UNIX,
+    GeneratorState,
+    ScoreRequest,
+    Scores,
+    SwapReply,
+    SwapRequest,
+)
 
 _IDLE_S = 2.0
 _PASSING = (aiohttp.ClientConnectionError, TimeoutError)
@@ -31,13 +41,17 @@ T = TypeVar("T")
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled completion as the engine reports it; ``spans`` is None if the engine reported none."""
+    """One sampled completion as the engine reports it; ``spans`` is None if the engine reported none.
+
+    ``began_on`` is the digest that all of it was sampled with, if its policy is swapped pinned.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[EngineSpan, ...] | None
     finish_reason: FinishReason
+    began_on: str | None = None
 
 
 class _Logprob(msgspec.Struct):
@@ -143,7 +157,8 @@ class Generator:
         return _parse(dict[str, str | None], await self._ask("POST", "/attest"))
 
     async def swap(
-        self, manifest: Manifest, now: Residency, kv: KvMode | None = None, *, fence: int = 0
+        self, manifest: Manifest, now: Residency, kv: KvMode | None = None, *, mode: SwapMode | None = None,
+        fence: int = 0,
     ) -> SwapReply:  # fmt: skip
         """Have it serve ``manifest``, if it still is at ``now``.
 
@@ -151,10 +166,12 @@ class Generator:
             manifest: the version.
             now: what the caller knows it to be at.
             kv: what becomes of running requests' KV; None leaves that to its configuration.
+            mode: how it is swapped; None leaves that to its configuration too.
             fence: number of the caller's lease.
 
         Raises:
             Moved: it is not; read its state and try again.
+            SlotsBusy: there is room only when samples have ended.
             SwapFailed: it serves what it served before.
             GeneratorError: unreachable, in quarantine, or the token is wrong.
         """
@@ -165,6 +182,7 @@ class Generator:
             instance=now.instance,
             epoch=now.epoch,
             kv=kv,
+            mode=mode,
             fence=fence,
             operation=uuid.uuid4().hex,
         )
@@ -190,6 +208,7 @@ class Generator:
                 answer = await reply.read()
                 if reply.status != 200:
                     raise _refusal(self.url, reply.status, answer)
+                began_on = reply.headers.get(BEGAN_ON)
         except _PASSING as error:
             raise self._gone(error) from error
         generated = _parse(_Generated, answer)
@@ -204,6 +223,7 @@ class Generator:
             logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
             spans=choice.weight_versions,
             finish_reason=choice.finish_reason,
+            began_on=began_on,
         )
 
     async def healthy(self) -> bool:
@@ -249,6 +269,7 @@ def _refusal(where: str, status: int, answer: bytes) -> Exception:
         404: NotServed(f"{where}: {why}", action="Is it a server started with `lorabridge serve`?"),
         409: Moved(why),
         413: RequestRefused(f"{where}: {why}", action="Shorten the prompt"),
+        423: SlotsBusy(f"{where}: {why}", action="Wait"),
         422: SwapFailed(f"{where}: {why}", action="See the server's log"),
         424: SwapFailed(f"{where}: {why}", action="Check that the server's [store] url is the trainer's store"),
         503: Quarantined(f"{where}: {why}", action="Restart this generator"),

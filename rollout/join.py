@@ -21,7 +21,8 @@ from lorabridge.bridge.errors import ConfigError, GeneratorError, RunMismatch
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, check_base, check_joins, resolve_run
-from lorabridge.bridge.settings import GeneratorsSection, Settings
+from lorabridge.bridge.sections import GeneratorsSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, connect_async, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupQueue

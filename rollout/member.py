@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from lorabridge.bridge.canary import judge
-from lorabridge.bridge.errors import BridgeError, GeneratorUnreachable, Quarantined, SwapFailed
+from lorabridge.bridge.errors import BridgeError, GeneratorUnreachable, Quarantined, SlotsBusy, SwapFailed
 from lorabridge.bridge.events import Happening, Judged, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import Residency
@@ -26,6 +26,7 @@ log = logging.getLogger("lorabridge.worker")
 LEASE_S = 10.0
 LOOK_S = 2.0
 _MOVED_S = 0.05
+_BUSY_S = 0.1
 
 Report = Callable[[Happening], Awaitable[None]]
 
@@ -99,29 +100,35 @@ class Member:
         try:
             while not stopping.is_set():
                 self._news.clear()
+                busy = False
                 try:
-                    await self._attend()
-                    wait_s = LOOK_S
+                    busy = await self._attend()
+                    wait_s = _BUSY_S if busy else LOOK_S
                 except Moved:
                     self._now, wait_s = None, _MOVED_S
                 except BridgeError as error:
                     await self._failed(error)
                     wait_s = pause_s(self._failures)
-                await self._next(wait_s)
+                await self._next(wait_s, look=not busy)
         finally:
             await self._lease.release()
 
-    async def _next(self, wait_s: float) -> None:
-        """Until there is news, or it is time to look at it again."""
+    async def _next(self, wait_s: float, *, look: bool) -> None:
+        """Until there is news, or it is time to try again, and to ``look`` at it before."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
         except TimeoutError:
-            self._now = None
+            if look:
+                self._now = None
 
-    async def _attend(self) -> None:
-        """Look at it if that is due, hold the lease, swap if there is something to swap."""
-        state = None
+    async def _attend(self) -> bool:
+        """Look at it if that is due, hold the lease, swap if there is something to swap.
+
+        Returns:
+            Whether it has no slot for the head yet: it goes on with what it serves.
+        """
+        state, busy = None, False
         if self._now is None:
             state = await self.generator.state()
             self._check(state)
@@ -134,21 +141,28 @@ class Member:
         if state and state.quarantine and not (ours and wanted):
             raise Quarantined(f"{self.generator.url} is in quarantine: {state.quarantine}", action="See its log")
         if ours and wanted and (behind or (state and state.quarantine)):
-            await self._swap(wanted, self._now)
-            await self._prove(wanted)
+            busy = not await self._swap(wanted, self._now)
+            if not busy:
+                await self._prove(wanted)
         elif ours and wanted and state and not _was_judged(state, wanted):
             await self._prove(wanted)  # whoever swapped it in did not come to it
         if self._suspected is not None:
             raise self._suspected
         self._enter()
+        return busy
 
-    async def _swap(self, manifest: Manifest, now: Residency) -> None:
-        reply = await self.generator.swap(manifest, now, fence=self._lease.number)
+    async def _swap(self, manifest: Manifest, now: Residency) -> bool:
+        """Have it serve the version; False if samples in flight leave no slot for it yet."""
+        try:
+            reply = await self.generator.swap(manifest, now, fence=self._lease.number)
+        except SlotsBusy:
+            return False
         await self.residencies.learn(reply.residency, reply.phases_ms)
         self._now = reply.residency
         if reply.phases_ms:
             phases = " ".join(f"{name}={ms:.1f}ms" for name, ms in reply.phases_ms.items())
             log.info("policy=%s version=%d digest=%s epoch=%s %s", *_names(manifest), reply.residency.label, phases)
+        return True
 
     async def _prove(self, manifest: Manifest) -> None:
         """Hold the generator against the version's canary, if it has one.

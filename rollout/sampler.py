@@ -111,7 +111,7 @@ class Sampler:
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             mask=(1,) * len(completion.token_ids),
-            spans=resolve(self._run.policy, len(completion.token_ids), spans, records, restarts),
+            spans=resolve(self._run.policy, len(completion.token_ids), spans, records, restarts, completion.began_on),
             finish_reason=completion.finish_reason,
         )
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from lorabridge.bridge.errors import PortTaken
-from lorabridge.bridge.settings import BASE_NAME, GeneratorsSection, Settings, as_environment
+from lorabridge.bridge.sections import BASE_NAME, GeneratorsSection
+from lorabridge.bridge.settings import Settings, as_environment
 from lorabridge.rollout.wire import UNIX
 
 ATTEST = "lorabridge.rollout.plugin.attest.Attest"

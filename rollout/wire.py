@@ -8,17 +8,20 @@ import msgspec
 
 from lorabridge.bridge.canary import Judgement, Logprobs
 from lorabridge.bridge.fingerprint import Fingerprint
-from lorabridge.bridge.residency import KvMode, Residency
+from lorabridge.bridge.residency import KvMode, Residency, SwapMode
 
 GENERATE = "/inference/v1/generate"
+BEGAN_ON = "lorabridge-digest"
+"""Header of an answer from a policy that is pinned: the digest of the adapter that all of it was sampled with."""
 UNIX = "unix:"
 
 
 class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Serve version ``version`` of ``policy``, the adapter ``digest``, if you are ``instance`` at ``epoch``.
 
-    ``kv`` is what becomes of the KV of running requests; None leaves it to the server's configuration. ``fence`` is the
-    number of the sender's lease, 0 without one; ``operation`` names this swap: repeated, it is the same swap.
+    ``mode`` is how, which does not change while the policy is served, and ``kv`` what becomes of the KV of running
+    requests in flight; None leaves either to the server's configuration. ``fence`` is the number of the sender's lease,
+    0 without one; ``operation`` names this swap: repeated, it is the same swap.
     """
 
     policy: str
@@ -27,6 +30,7 @@ class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     instance: str
     epoch: int
     kv: KvMode | None = None
+    mode: SwapMode | None = None
     fence: int = 0
     operation: str = ""
 

@@ -13,7 +13,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.keys import Keys

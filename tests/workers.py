@@ -15,6 +15,7 @@ from lorabridge.bridge import codec
 from lorabridge.bridge.canary import Canary, Judgement, Logprobs
 from lorabridge.bridge.errors import (
     NotServed,
+    SlotsBusy,
 )
 from lorabridge.bridge.events import Event, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
@@ -49,6 +50,8 @@ class FakeGenerator:
         self.judgements: list[Judgement] = []
         self.fail_swaps: list[Exception] = []
         self.away: Exception | None = None
+        self.busy = False
+        self.pinned = False
         self.spoil: Callable[[Completion], Completion] = lambda completion: completion
         self.hold = asyncio.Event()
         self.hold.set()
@@ -59,7 +62,9 @@ class FakeGenerator:
 
     def enter(self, serves: dict[str, Served]) -> Residency:
         last = self.records[-1]
-        self.records.append(msgspec.structs.replace(last, epoch=last.epoch + 1, serves=serves))
+        held = {policy: (*last.pinned.get(policy, ()), served) for policy, served in serves.items()}
+        pinned = held if self.pinned else {}
+        self.records.append(msgspec.structs.replace(last, epoch=last.epoch + 1, serves=serves, pinned=pinned))
         return self.records[-1]
 
     @property
@@ -86,6 +91,8 @@ class FakeGenerator:
         self._answer()
         self.fences.append(fence)
         last = self.records[-1]
+        if self.busy:
+            raise SlotsBusy("all slots have samples in flight", action="Wait")
         if self.fail_swaps:
             self.enter(last.serves)  # what was served before was put back, in an epoch of its own
             raise self.fail_swaps.pop(0)
@@ -112,7 +119,12 @@ class FakeGenerator:
         spans = (EngineSpan(self.records[-1].label, 0, 3),)
         return self.spoil(
             Completion(
-                request_id="r", token_ids=(5, 6, 0), logprobs=(-0.1, -0.2, -0.3), spans=spans, finish_reason="stop"
+                request_id="r",
+                token_ids=(5, 6, 0),
+                logprobs=(-0.1, -0.2, -0.3),
+                spans=spans,
+                finish_reason="stop",
+                began_on=self.records[-1].serves[policy].digest if self.pinned else None,
             )
         )
 

@@ -25,8 +25,9 @@ from lorabridge.bridge.errors import BridgeError, CodecError
 from lorabridge.bridge.events import Consumed, Dropped, Happening, Quarantine, event_fields
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, resolve_run
+from lorabridge.bridge.sections import PolicySection
 from lorabridge.bridge.servable import check_targets
-from lorabridge.bridge.settings import PolicySection, Settings, load
+from lorabridge.bridge.settings import Settings, load
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store.in_use import Residents
 from lorabridge.bridge.store.retention import Retention

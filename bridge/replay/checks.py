@@ -40,7 +40,8 @@ def check_residency(trajectory: Trajectory, turn: Turn, residencies: Mapping[str
     # Where a request was preempted, only the sample says so: the arithmetic must then bear it out.
     restarts = {span.start for span in turn.spans[1:] if span.kv == "fresh"}
     try:
-        resolved = resolve(trajectory.policy, len(turn.token_ids), reported, residencies, restarts)
+        began_on = _began_on(trajectory, turn, residencies)
+        resolved = resolve(trajectory.policy, len(turn.token_ids), reported, residencies, restarts, began_on)
     except Unestablished as error:
         return [Finding(Verdict.UNVERIFIABLE, str(error))] * len(turn.spans)
     return [
@@ -53,6 +54,13 @@ def check_residency(trajectory: Trajectory, turn: Turn, residencies: Mapping[str
         )
         for span, fact in zip(turn.spans, resolved, strict=True)
     ]
+
+
+def _began_on(trajectory: Trajectory, turn: Turn, residencies: Mapping[str, Residency]) -> str | None:
+    """The digest that a turn of a pinned policy says it began with; its arithmetic must bear that out."""
+    first = turn.spans[0] if turn.spans else None
+    record = residencies.get(f"{trajectory.instance}:{first.epoch}") if first else None
+    return first.digest if first and record and trajectory.policy in record.pinned else None
 
 
 class Line:

@@ -18,7 +18,8 @@ from lorabridge.bridge.run.summary import Summary
 from lorabridge.bridge.run.supervisor import Supervisor, with_values
 from lorabridge.bridge.run.up import PASSWORD, check_installed, loop, resolved, supervised
 from lorabridge.bridge.run_record import environment_digest
-from lorabridge.bridge.settings import RedisSection, Settings, load
+from lorabridge.bridge.sections import RedisSection
+from lorabridge.bridge.settings import Settings, load
 from lorabridge.bridge.stream.embedded import free_ports
 
 _BASE = "lorabridge.rollout.tasks.sort_base"

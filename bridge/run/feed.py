@@ -13,7 +13,8 @@ from lorabridge.bridge import codec
 from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.events import Event
 from lorabridge.bridge.run.news import Counts, News
-from lorabridge.bridge.settings import GeneratorsSection, Settings
+from lorabridge.bridge.sections import GeneratorsSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.connection import connect, errors
 from lorabridge.bridge.stream.head import read_head
 from lorabridge.bridge.stream.keys import BODY, Keys, Reply

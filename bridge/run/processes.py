@@ -13,7 +13,7 @@ from lorabridge.bridge.errors import ProcessDied
 from lorabridge.bridge.run.guard import KILL
 
 LATER_S = 1.5
-MOST_RESTARTS = 10
+MOST_RESTARTS, RESTARTS_WITHIN_S = 10, 300.0
 _TICK_S = 0.05
 _TAIL_BYTES = 64 * 1024
 _LINE = 300
@@ -30,7 +30,7 @@ class Child:
         name: what people call it.
         log: where its output goes.
         asked: whether it was asked to stop.
-        restarts: how often it was started again.
+        restarts: when it was started again, seconds of the monotonic clock.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Child:
         """Start it. ``ends_with`` are exit codes of a proper end; none: it runs until it is asked to stop."""
         self.name, self.log = name, log
         self.asked = False
-        self.restarts = 0
+        self.restarts: list[float] = []
         self._command, self._environment = list(command), dict(environment)
         self._ends_with = ends_with
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Child:
     def restart(self) -> None:
         """Start it again, once it has ended: the same command, the same log."""
         self.wait()
-        self.restarts += 1
+        self.restarts.append(time.monotonic())
         self._start()
 
     @property
@@ -128,12 +128,14 @@ def stop(stages: Sequence[Sequence[Child]], *, within_s: float, hurry: Callable[
             child.wait()
 
 
-def may_restart(code: int, restarts: int) -> bool:
-    """Whether a process that ended with ``code`` is started again: a signal ended it, and not time after time.
+def may_restart(code: int, restarts: Sequence[float], now: float) -> bool:
+    """Whether a process that ended with ``code`` is started again: a signal ended it, and not time after time lately.
 
-    One that ended by itself has said what is wrong, and would say it again.
+    One that ended by itself has said what is wrong, and would say it again. ``restarts`` are times on the clock of
+    ``now``, in seconds.
     """
-    return code > 128 and restarts < MOST_RESTARTS
+    lately = sum(now - at < RESTARTS_WITHIN_S for at in restarts)
+    return code > 128 and lately < MOST_RESTARTS
 
 
 def died(child: Child) -> ProcessDied:

@@ -83,7 +83,7 @@ class Supervisor:
     def _replace(self, child: Child) -> None:
         """Start a process again that something killed. Raises ``ProcessDied`` if that is no use."""
         code = child.code
-        if code is None or not may_restart(code, child.restarts):
+        if code is None or not may_restart(code, child.restarts, time.monotonic()):
             raise died(child)
         self.note(f"{child.name} was killed by signal {code - 128}: started again")
         child.restart()

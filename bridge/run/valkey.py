@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from lorabridge.bridge.errors import BridgeError, StreamUnreachable
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import embedded_valkey
 

@@ -77,7 +77,7 @@ class Waiting:
 
 
 def digests_of(residencies: Iterable[Residency]) -> set[str]:
-    return {served.digest for residency in residencies for served in residency.serves.values()}
+    return {digest for residency in residencies for digest in residency.digests}
 
 
 def _entries_after(client: redis.Redis, key: str, after: str, count: int) -> list[_Entry]:

@@ -25,7 +25,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 
 _CAP_S, _BASE_S = 1.0, 0.05
 _CONNECT_S = 5.0

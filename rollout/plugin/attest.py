@@ -79,9 +79,14 @@ class Attest:
         }
 
     def lorabridge_resident(self) -> list[int]:
-        """Integer ids of the adapters that sit in a slot."""
-        slots: list[int | None] = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
-        return [lora_int_id for lora_int_id in slots if lora_int_id is not None]
+        """Integer ids of the adapters that sit in a slot, or that the engine holds in memory."""
+        manager = self.model_runner.lora_manager
+        slots: list[int | None] = manager._adapter_manager.lora_index_to_id
+        return sorted({lora_int_id for lora_int_id in slots if lora_int_id is not None} | manager.list_adapters())
+
+    def lorabridge_forget(self, lora_int_id: int) -> None:
+        """An adapter has been taken out: what was proven of it is of no more use."""
+        self._proven().pop(lora_int_id, None)
 
 
 def _sum(matrix: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.residency import Residency
@@ -27,14 +28,15 @@ class Control:
         self.restarts = restarts
 
     def state(self) -> GeneratorState:
+        here = self._swapper.instance
         return GeneratorState(
-            residency=self._swapper.residency,
-            quarantine=self._swapper.quarantine,
+            residency=here.residency,
+            quarantine=here.quarantine,
             running=self._running(),
             facts=self._facts,
             fence=self._swapper.fence,
             canary=self._swapper.canary,
-            quarantined_ms=self._swapper.quarantined_ms,
+            quarantined_ms=here.quarantined_ms,
         )
 
     def residencies(self, after: int) -> list[Residency]:
@@ -59,10 +61,20 @@ class Control:
 
     def refusal(self, model: str | None) -> tuple[int, str] | None:
         """Why a request for ``model`` is refused (status, reason), or None if it may be sampled."""
-        if self._swapper.quarantine is not None:
-            return 503, f"this generator is in quarantine: {self._swapper.quarantine}"
+        here = self._swapper.instance
+        if here.quarantine is not None:
+            return 503, f"this generator is in quarantine: {here.quarantine}"
         if model is None:
             return 400, "the request names no model; name the policy to sample from"
-        if model not in self._swapper.residency.serves:
+        if model not in here.residency.serves:
             return 404, f"no policy {model!r} is served here; the base does not answer for it"
         return None
+
+    @contextmanager
+    def sampling(self, policy: str) -> Iterator[str]:
+        """A request for a policy that is served, until it has ended; what the engine calls the adapter it gets."""
+        name = self._swapper.begin(policy)
+        try:
+            yield name
+        finally:
+            self._swapper.end(name)

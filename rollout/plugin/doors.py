@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorabridge.bridge.canary import Judgement
 from lorabridge.bridge.codec import UNREADABLE
-from lorabridge.bridge.errors import BridgeError, DiskFull, Quarantined, StoreError
+from lorabridge.bridge.errors import BridgeError, DiskFull, Quarantined, SlotsBusy, StoreError
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.swap import Outdated
-from lorabridge.rollout.wire import GENERATE, ScoreRequest, SwapRequest
+from lorabridge.rollout.wire import BEGAN_ON, GENERATE, ScoreRequest, SwapRequest
 
 _ALLOWED = frozenset({("GET", "/health"), ("POST", GENERATE)})
 T = TypeVar("T")
@@ -47,10 +47,17 @@ class PublicDoor:
         if body is None:
             return await _refuse(413, f"a request of more than {_MAX_PUBLIC} bytes")(scope, receive, send)
         control: Control | None = getattr(self._state, "lorabridge", None)
-        refusal = control.refusal(model_of(body)) if control else (503, "starting")
-        if refusal is not None:
-            return await _refuse(*refusal)(scope, receive, send)
-        return await self._app(scope, _replay(body, receive), send)
+        if control is None:
+            return await _refuse(503, "starting")(scope, receive, send)
+        policy = model_of(body)
+        refusal = control.refusal(policy)
+        if policy is None or refusal is not None:
+            return await _refuse(*(refusal or (400, "no model")))(scope, receive, send)
+        with control.sampling(policy) as name:
+            if name == policy:
+                return await self._app(scope, _replay(body, receive), send)
+            # The scope's content length is no longer the body's; vLLM reads the body that it is given.
+            return await self._app(scope, _replay(for_model(body, name), receive), _telling(name, send))
 
 
 def put_outermost(app: Starlette) -> None:
@@ -70,6 +77,23 @@ def model_of(body: bytes) -> str | None:
         return msgspec.json.decode(body, type=_Model).model
     except UNREADABLE:
         return None
+
+
+def for_model(body: bytes, name: str) -> bytes:
+    """The same request of another model."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "model": name})
+
+
+def _telling(digest: str, send: Send) -> Send:
+    """Answer with the digest of the adapter that the request began on."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (BEGAN_ON.encode(), digest.encode())]}
+        await send(message)
+
+    return tell
 
 
 async def read_capped(scope: Scope, receive: Receive, limit: int) -> bytes | None:
@@ -157,6 +181,8 @@ def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
             return _refuse(424, error.diagnostics())
         except Quarantined as error:
             return _refuse(503, error.diagnostics())
+        except SlotsBusy as error:
+            return _refuse(423, error.diagnostics())
         except BridgeError as error:
             return _refuse(422, error.diagnostics())
 

@@ -19,12 +19,14 @@ from starlette.datastructures import State
 from lorabridge.bridge.errors import GeneratorError, PortTaken
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.model import model_folder
-from lorabridge.bridge.settings import GeneratorsSection, Settings, load
+from lorabridge.bridge.sections import GeneratorsSection
+from lorabridge.bridge.settings import Settings, load
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.token import control_token
 from lorabridge.rollout.plugin.adapters import FileLog, LocalAdapters
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.doors import control_app
+from lorabridge.rollout.plugin.instance import Instance
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
 from lorabridge.rollout.wire import UNIX, EngineFacts
@@ -84,14 +86,16 @@ def refuse_flags(args: Namespace, environment: Any) -> None:
 
 async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: Settings, folder: Path) -> Control:
     config = client.vllm_config
-    instance = secrets.token_hex(4)
-    log = FileLog(settings.run.dir / "residency" / f"{instance}.jsonl")
+    name = secrets.token_hex(4)
+    log = FileLog(settings.run.dir / "residency" / f"{name}.jsonl")
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
-    swapper = Swapper(
-        engine, LocalAdapters(store, folder), log, generator=_url(args),
-        instance=instance, kv=settings.generators.kv, slots=config.lora_config.max_loras,
+    own = settings.generators
+    instance = Instance(
+        engine, LocalAdapters(store, folder), log, generator=_url(args), name=name, kv=own.kv,
+        slots=config.lora_config.max_loras,
     )  # fmt: skip
-    await swapper.begin()
+    await instance.begin()
+    swapper = Swapper(instance, kv=own.kv, mode=own.swap)
     folder_of_model = model_folder(config.model_config.model, config.model_config.revision, download=False)
     facts = EngineFacts(
         base=await asyncio.to_thread(fingerprint, folder_of_model),

@@ -22,28 +22,28 @@ class Engine(Protocol):
 
     async def pause(self, kv: KvMode) -> None: ...
 
-    async def place(self, policy: str, folder: Path) -> None:
-        """Put the adapter into the policy's slot and attest it. Raises ``PlacementFailed``."""
+    async def place(self, name: str, folder: Path) -> None:
+        """Put the adapter into the slot called ``name`` and attest it. Raises ``PlacementFailed``."""
         ...
 
-    async def attest(self, policy: str) -> None:
-        """Is the policy's slot what it was when it was placed? Raises ``PlacementFailed``."""
+    async def attest(self, name: str) -> None:
+        """Is the slot what it was when it was placed? Raises ``PlacementFailed``."""
         ...
 
-    async def abort(self, policy: str) -> None:
-        """End the policy's requests, telling their clients so."""
+    async def abort(self, name: str) -> None:
+        """End the slot's requests, telling their clients so."""
         ...
 
-    async def remove(self, policy: str) -> None:
-        """End the policy's requests and take its adapter out. Raises ``PlacementFailed`` if it is still resident."""
+    async def remove(self, name: str) -> None:
+        """End the slot's requests, take its adapter out and free its memory. Raises ``PlacementFailed`` if it stays."""
         ...
 
     async def forget_prefixes(self) -> None: ...
 
     async def label(self, label: str) -> None: ...
 
-    async def score(self, policy: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
-        """Logprobs of each token after those before it, from the second on, with the policy's adapter or with none."""
+    async def score(self, name: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        """Logprobs of each token after those before it, from the second on, with the slot's adapter or with none."""
         ...
 
     async def resume(self) -> None: ...
@@ -64,14 +64,14 @@ class VllmEngine:
         # pause_generation does the same and then sleeps for 20 ms.
         await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv == "recompute")
 
-    async def place(self, policy: str, folder: Path) -> None:
+    async def place(self, name: str, folder: Path) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
-        load = LoadLoRAAdapterRequest(lora_name=policy, lora_path=str(folder), load_inplace=True)
+        load = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(folder), load_inplace=True)
         answer = await self._models.load_lora_adapter(load)
         if not isinstance(answer, str):
             raise PlacementFailed(f"vLLM did not load it: {answer.error.message}")
-        request = self._models.lora_requests[policy]
+        request = self._models.lora_requests[name]
         request.load_inplace = False  # else every request re-reads the adapter from disk at every step
         for rank, seen in enumerate(await self._client.collective_rpc(
             "lorabridge_attest", args=(request.lora_int_id, str(folder))
@@ -85,8 +85,8 @@ class VllmEngine:
             if seen["different"]:
                 raise PlacementFailed(f"rank {rank}: the slot of {seen['different'][0]} held something else")
 
-    async def attest(self, policy: str) -> None:
-        request = self._models.lora_requests.get(policy)
+    async def attest(self, name: str) -> None:
+        request = self._models.lora_requests.get(name)
         if request is None:
             raise PlacementFailed("vLLM does not know it any more")
         if request.load_inplace:
@@ -99,20 +99,27 @@ class VllmEngine:
             if seen["changed"]:
                 raise PlacementFailed(f"rank {rank}: the slot of {seen['changed'][0]} has changed since it was proven")
 
-    async def abort(self, policy: str) -> None:
-        request = self._models.lora_requests.get(policy)
+    async def abort(self, name: str) -> None:
+        request = self._models.lora_requests.get(name)
         if request is not None:
             await self._abort(request)
 
-    async def remove(self, policy: str) -> None:
-        request = self._models.lora_requests.pop(policy, None)
-        if request is None:
-            return
-        await self._abort(request)
-        await self._client.remove_lora(request.lora_int_id)
-        for rank, resident in enumerate(await self._client.collective_rpc("lorabridge_resident")):
-            if request.lora_int_id in resident:
-                raise PlacementFailed(f"rank {rank}: the adapter of {policy} is still in its slot")
+    async def remove(self, name: str) -> None:
+        request = self._models.lora_requests.pop(name, None)
+        if request is not None:
+            await self._abort(request)
+        # A load that failed late has left an adapter in the engine that no name leads to.
+        for lora_int_id in await self._strays():
+            await self._client.remove_lora(lora_int_id)
+            await self._client.collective_rpc("lorabridge_forget", args=(lora_int_id,))
+        if left := await self._strays():
+            raise PlacementFailed(f"the engine still holds the adapter of {name} (id {min(left)})")
+
+    async def _strays(self) -> set[int]:
+        """Adapters that some rank holds and no name leads to."""
+        known = {request.lora_int_id for request in self._models.lora_requests.values()}
+        held: list[list[int]] = await self._client.collective_rpc("lorabridge_resident")
+        return {lora_int_id for resident in held for lora_int_id in resident} - known
 
     async def _abort(self, request: Any) -> None:
         await self._client.engine_core.call_utility_async(ABORT, request.lora_int_id)
@@ -123,8 +130,8 @@ class VllmEngine:
     async def label(self, label: str) -> None:
         await self._client.engine_core.call_utility_async(LABEL, label)
 
-    async def score(self, policy: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
-        adapter = self._models.lora_requests[policy] if policy is not None else None
+    async def score(self, name: str | None, sequences: Sequence[Sequence[int]]) -> Logprobs:
+        adapter = self._models.lora_requests[name] if name is not None else None
         return tuple(await asyncio.gather(*(self._score(list(ids), adapter) for ids in sequences)))
 
     async def _score(self, ids: list[int], adapter: Any) -> tuple[float, ...]:

@@ -23,14 +23,8 @@ from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import AuditReport, audit
 from lorabridge.bridge.replay.scorer import Scorer
 from lorabridge.bridge.residency import KvMode
-from lorabridge.bridge.settings import (
-    GeneratorsSection,
-    ModelSection,
-    PolicySection,
-    RunSection,
-    Settings,
-    StoreSection,
-)
+from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection, StoreSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.embedded import free_ports
 from lorabridge.bridge.trajectory import Turn

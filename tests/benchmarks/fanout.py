@@ -30,7 +30,7 @@ import redis.asyncio
 from lorabridge.bridge import codec
 from lorabridge.bridge.events import Resident, event_fields
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.head import move_head

@@ -25,7 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import KvMode
-from lorabridge.bridge.settings import GeneratorsSection, ModelSection, PolicySection, RunSection, Settings
+from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.embedded import free_ports
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator

@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.groups import Claim
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys

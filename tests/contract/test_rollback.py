@@ -13,7 +13,7 @@ import redis
 from lorabridge.bridge import cli
 from lorabridge.bridge.errors import HeadConflict, StaleTrainer
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream.head import Head, decode_announcement, move_head, read_head, repair_head
 from lorabridge.bridge.stream.keys import Keys

@@ -13,7 +13,7 @@ import redis
 
 from lorabridge.bridge import cli
 from lorabridge.bridge.events import Resident, event_fields
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store.in_use import Residents
 from lorabridge.bridge.stream.embedded import free_port

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from lorabridge.bridge import cli, codec
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.store.in_use import Waiting
 from lorabridge.bridge.stream.keys import BODY, Keys

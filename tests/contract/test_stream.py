@@ -17,7 +17,7 @@ import redis.asyncio
 from lorabridge.bridge import cli
 from lorabridge.bridge.errors import HeadConflict, StreamRefused, StreamUnreachable
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.stream import head as head_module
 from lorabridge.bridge.stream.connection import connect, connect_async, errors, now_ms

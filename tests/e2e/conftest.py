@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.settings import GeneratorsSection, ModelSection, PolicySection, RunSection, Settings
+from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.embedded import free_port
 from tests.e2e.models import RANK, commit, make_adapter, make_base
 from tests.e2e.server import Server, running

@@ -16,17 +16,17 @@ import pytest
 
 from lorabridge.bridge.events import Consumed
 from lorabridge.bridge.ledger.reader import Ledger
-from lorabridge.bridge.settings import (
+from lorabridge.bridge.sections import (
     GeneratorsSection,
     ModelSection,
     PolicySection,
     RedisSection,
     RolloutSection,
     RunSection,
-    Settings,
     StoreSection,
     TrainerSection,
 )
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.toml import to_toml

@@ -13,7 +13,8 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import audit
 from lorabridge.bridge.replay.scorer import Scorer
-from lorabridge.bridge.settings import GeneratorsSection, ModelSection, PolicySection, RunSection, Settings
+from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator

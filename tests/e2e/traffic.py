@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.residency import KvMode, Residency, resolve, without_preemptions
+from lorabridge.bridge.residency import KvMode, Residency, SwapMode, resolve, without_preemptions
 from lorabridge.bridge.trajectory import Sampling, Trajectory, Turn
 from lorabridge.rollout.generator import Completion, Generator
 from lorabridge.rollout.residencies import Residencies
@@ -24,10 +24,12 @@ def generator_of(server: Server) -> Generator:
     return Generator(server.url, server.control, server.token, CLIENTS)
 
 
-async def swap(generator: Generator, manifest: Manifest, kv: KvMode | None = None) -> Residency:
+async def swap(
+    generator: Generator, manifest: Manifest, kv: KvMode | None = None, mode: SwapMode | None = None
+) -> Residency:
     """Swap, whatever is served now."""
     state = await generator.state()
-    return (await generator.swap(manifest, state.residency, kv, fence=state.fence)).residency
+    return (await generator.swap(manifest, state.residency, kv, mode=mode, fence=state.fence)).residency
 
 
 def prompt_for(rng: random.Random, before: Sequence[int]) -> list[int]:
@@ -85,24 +87,24 @@ class Traffic:
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             mask=(1,) * len(completion.token_ids),
-            spans=resolve(self._policy, len(completion.token_ids), spans, records, restarts),
+            spans=resolve(self._policy, len(completion.token_ids), spans, records, restarts, completion.began_on),
             finish_reason=completion.finish_reason,
         )
 
 
 async def sample_under_swaps(
-    server: Server, pair: Sequence[Manifest], kv: KvMode, tokens: int
+    server: Server, pair: Sequence[Manifest], kv: KvMode | None, tokens: int, mode: SwapMode = "in_flight"
 ) -> tuple[list[Turn], int]:
     """Turns sampled while the server swaps between the two versions about once a second, and how many swaps."""
     async with generator_of(server) as generator:
-        await swap(generator, pair[0], kv)
+        await swap(generator, pair[0], kv, mode)
         traffic, swaps = Traffic(generator, pair[0].policy, tokens), 0
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(traffic.run())
             while not traffic.done:
                 await asyncio.sleep(1.0)
                 swaps += 1
-                await swap(generator, pair[swaps % 2], kv)
+                await swap(generator, pair[swaps % 2], kv, mode)
         return traffic.turns, swaps
 
 

@@ -93,6 +93,14 @@ class _Swapper:
     quarantine = None
     residency = factories.make_residency(3, 1)
 
+    def __init__(self) -> None:
+        self.instance = self
+
+    def begin(self, policy: str) -> str:
+        return policy
+
+    def end(self, name: str) -> None: ...
+
     async def swap(self, request: SwapRequest) -> SwapReply:
         return SwapReply(residency=self.residency, phases_ms={})
 

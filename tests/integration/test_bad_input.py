@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.embedded import embedded_valkey
 
 _SILENT = ("Traceback", 'File "')

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from lorabridge.bridge import cli, codec
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.head import move_head
 from lorabridge.bridge.stream.keys import Keys

@@ -41,6 +41,39 @@ async def test_a_failure_that_goes_on_is_said_once(bench: Bench) -> None:
     assert len(bench.quarantines()) == 1
 
 
+async def test_while_samples_in_flight_leave_no_slot_it_goes_on_with_what_is_served_and_tries_again(
+    bench: Bench,
+) -> None:
+    first = bench.publish(1)
+    async with bench.working():
+        await until(lambda: bench.generator.serves == 1)
+        tries = len(bench.generator.fences)
+        bench.generator.busy = True
+        second = bench.publish(2)
+        await until(lambda: len(bench.generator.fences) > tries + 3)
+        bench.client.hset(bench.keys.groups, "finished", 3)
+        await until(lambda: len(bench.groups()) > 3)
+        bench.generator.busy = False
+        await until(lambda: bench.generator.serves == 2)
+    assert bench.quarantines() == []
+    spans = [span for group in bench.groups()[:4] for t in group.trajectories for span in t.spans]
+    assert {span.digest for span in spans} == {first.digest}
+    assert bench.generator.records[-1].serves["policy"].digest == second.digest
+
+
+async def test_a_sample_of_a_pinned_policy_is_of_the_adapter_that_the_server_names(bench: Bench) -> None:
+    bench.generator.pinned = True
+    first = bench.publish(1)
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+        second = bench.publish(2)
+        await until(lambda: bench.generator.serves == 2)
+        bench.client.hset(bench.keys.groups, "finished", 3)
+        await until(lambda: len(bench.groups()) == 6)
+    of = [{span.digest for t in group.trajectories for span in t.spans} for group in bench.groups()]
+    assert (of[0], of[-1]) == ({first.digest}, {second.digest})
+
+
 async def test_epochs_that_no_swap_was_answered_with_are_on_record_all_the_same(bench: Bench) -> None:
     bench.publish(1)
     async with bench.working():

@@ -183,7 +183,7 @@ from pathlib import Path
 from rich.console import Console
 from lorabridge.bridge.run.supervisor import with_values
 from lorabridge.bridge.run.up import supervised
-from lorabridge.bridge.settings import Settings
+from lorabridge.bridge.settings import (Settings)
 from lorabridge.bridge import cli
 
 def main():

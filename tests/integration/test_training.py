@@ -18,7 +18,7 @@ from lorabridge.bridge.errors import TooLarge
 from lorabridge.bridge.events import Consumed, Dropped, Event, Quarantine
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.run_record import RunRecord
-from lorabridge.bridge.settings import (
+from lorabridge.bridge.sections import (
     CanarySection,
     ModelSection,
     PolicySection,
@@ -26,9 +26,9 @@ from lorabridge.bridge.settings import (
     RedisSection,
     RolloutSection,
     RunSection,
-    Settings,
     TrainerSection,
 )
+from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.embedded import embedded_valkey

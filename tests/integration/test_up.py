@@ -72,7 +72,7 @@ elif COMMAND == "archiver":
     from lorabridge.bridge import cli
     cli.main()
 else:
-    from lorabridge.bridge.settings import load
+    from lorabridge.bridge.settings import (load)
     {"serve": serve, "worker": worker, "train": train}[COMMAND](load(Path(sys.argv[3])))
 """
 

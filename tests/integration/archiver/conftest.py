@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.keys import Keys

@@ -17,7 +17,7 @@ from lorabridge.bridge.errors import DiskFull, LedgerError
 from lorabridge.bridge.ledger import archiver as archiver_module
 from lorabridge.bridge.ledger.commits import read_log
 from lorabridge.bridge.ledger.lease import Lease
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.keys import Keys

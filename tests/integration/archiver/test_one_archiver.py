@@ -14,7 +14,7 @@ from lorabridge.bridge.errors import LedgerTaken
 from lorabridge.bridge.ledger.archiver import Archiver
 from lorabridge.bridge.ledger.commits import read_log
 from lorabridge.bridge.ledger.lease import Lease
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.stream.trim import EntryId

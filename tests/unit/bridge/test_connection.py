@@ -22,7 +22,7 @@ from redis.exceptions import (
 )
 
 from lorabridge.bridge.errors import ConfigError, StreamError, StreamRefused, StreamUnreachable
-from lorabridge.bridge.settings import RedisSection
+from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream import connection
 from lorabridge.bridge.stream.connection import Patience, connect, connect_async, errors, redacted
 

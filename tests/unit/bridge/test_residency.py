@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorabridge.bridge import codec
 from lorabridge.bridge.residency import (
     EngineSpan,
     KvMode,
     Residency,
+    Served,
     check_tiles,
     epochs_between,
     parse_label,
@@ -222,3 +225,51 @@ def test_tiles_are_checked_token_by_token(spans: list[Span], count: int) -> None
         assert not tiles
     else:
         assert tiles
+
+
+def pinned(epoch: int, *versions: int) -> Residency:
+    """An epoch in which these versions of ``policy`` are in slots, and new samples get the last."""
+    held = tuple(Served(version=v, digest=digest_of(f"adapter {v}")) for v in versions)
+    return msgspec.structs.replace(make_residency(epoch, versions[-1]), pinned={"policy": held})
+
+
+PINNED = records_of(pinned(1, 1), pinned(2, 1, 2), pinned(3, 2, 3))
+
+
+def test_a_sample_of_a_pinned_policy_is_of_the_version_it_began_with_across_swaps() -> None:
+    first, second = resolve("policy", 5, engine((1, 0, 2), (2, 2, 5)), PINNED, began_on=digest_of("adapter 1"))
+    assert (first.version, second.version, second.epoch, second.kv) == (1, 1, 2, "kept")
+    (only,) = resolve("policy", 3, engine((2, 0, 3)), PINNED, began_on=digest_of("adapter 2"))
+    assert (only.version, only.digest) == (2, digest_of("adapter 2"))
+
+
+@pytest.mark.parametrize(
+    ("spans", "began_on", "reason"),
+    [
+        ([(1, 0, 3)], None, "did not say to which version"),
+        ([(1, 0, 1), (3, 1, 3)], "adapter 1", "epoch instance:3 does not hold"),
+        ([(1, 0, 3)], "adapter 2", "epoch instance:1 does not hold"),
+    ],
+)
+def test_a_sample_that_cannot_have_stayed_where_it_began_is_refused(
+    spans: list[tuple[int, int, int]], began_on: str | None, reason: str
+) -> None:
+    with pytest.raises(Unestablished, match=reason):
+        resolve("policy", 3, engine(*spans), PINNED, began_on=began_on and digest_of(began_on))
+
+
+def test_a_policy_that_is_not_pinned_has_no_sample_that_began_on_something() -> None:
+    with pytest.raises(Unestablished, match="does not hold"):
+        resolve("policy", 3, engine((1, 0, 3)), FIVE, began_on=digest_of("adapter 11"))
+
+
+def test_every_adapter_in_a_slot_is_named() -> None:
+    assert pinned(2, 1, 2).digests == {digest_of("adapter 1"), digest_of("adapter 2")}
+    assert make_residency(1, 7).digests == {digest_of("adapter 7")}
+
+
+def test_records_of_the_previous_schema_are_read() -> None:
+    old = msgspec.json.decode(codec.encode_json(make_residency(1, 7)))
+    del old["pinned"]
+    old["schema"] = 1
+    assert codec.decode_json(Residency, msgspec.json.encode(old)).pinned == {}

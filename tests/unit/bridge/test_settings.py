@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.options import settings_of
-from lorabridge.bridge.settings import GeneratorsSection, RolloutSection, Settings, load
+from lorabridge.bridge.sections import GeneratorsSection, RolloutSection
+from lorabridge.bridge.settings import Settings, load
 from lorabridge.bridge.toml import to_toml
 
 

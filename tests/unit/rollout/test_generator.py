@@ -96,7 +96,7 @@ async def test_a_swap_sends_the_token_and_names_instance_epoch_and_digest() -> N
     assert first.pop("operation") != second.pop("operation")
     assert first == {
         "policy": "policy", "version": 7, "digest": manifest.digest, "instance": "instance", "epoch": 3, "kv": None,
-        "fence": 4,
+        "mode": None, "fence": 4,
     }  # fmt: skip
 
 

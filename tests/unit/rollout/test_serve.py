@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lorabridge.bridge.errors import GeneratorError, PortTaken
-from lorabridge.bridge.settings import GeneratorsSection, load
+from lorabridge.bridge.sections import GeneratorsSection
+from lorabridge.bridge.settings import load
 from lorabridge.rollout.plugin.start import refuse_flags
 from lorabridge.rollout.serve import ATTEST, Command, check_doors, vllm_command, with_environment
 

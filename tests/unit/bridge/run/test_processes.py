@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorabridge.bridge.run.processes import MOST_RESTARTS, last_words, may_restart
+from lorabridge.bridge.run.processes import MOST_RESTARTS, RESTARTS_WITHIN_S, last_words, may_restart
 
 OWN = "lorabridge: run: seed is 1 here and 0 at the trainer. Use the trainer's configuration here"
 
@@ -27,9 +27,13 @@ def test_the_lines_that_say_why(output: str, words: str) -> None:
     assert last_words(output) == words
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts", "again"),
-    [(137, 0, True), (139, 5, True), (137, MOST_RESTARTS, False), (1, 0, False), (3, 0, False), (0, 0, False)],
-)
-def test_only_what_a_signal_ended_is_started_again_and_not_for_ever(code: int, restarts: int, again: bool) -> None:
-    assert may_restart(code, restarts) is again
+def test_what_is_killed_time_after_time_is_given_up_and_what_is_killed_now_and_then_is_not() -> None:
+    often = [float(at) for at in range(MOST_RESTARTS)]
+    assert not may_restart(137, often, now=20.0)
+    assert may_restart(137, often[1:], now=20.0)
+    assert may_restart(137, often, now=RESTARTS_WITHIN_S)  # the first has been forgotten by then
+    assert may_restart(137, [at * 60 for at in often] * 4, now=600.0 + RESTARTS_WITHIN_S)
+
+
+def test_what_ended_by_itself_is_not_started_again() -> None:
+    assert [code for code in (0, 1, 3, 128, 129, 137, 143) if may_restart(code, [], now=0.0)] == [129, 137, 143]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from lorabridge.bridge.canary import Logprobs
 from lorabridge.bridge.errors import DigestMissing
-from lorabridge.bridge.residency import KvMode, Residency, Served
+from lorabridge.bridge.residency import KvMode, Residency, Served, SwapMode
+from lorabridge.rollout.plugin.instance import Instance
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import PlacementFailed
 from lorabridge.rollout.wire import SwapRequest
@@ -25,6 +29,8 @@ class FakeEngine:
         self.fail_places: set[int] = set()
         self.fail: set[str] = set()
         self.tampered: set[str] = set()
+        self.aborted: set[str] = set()
+        self.on_label: Callable[[], None] = lambda: None
         self.paths: list[Path] = []
         self.labels: list[str] = []
         self.sampled_unproven = False
@@ -34,7 +40,7 @@ class FakeEngine:
         self.paused = True
 
     async def place(self, policy: str, folder: Path) -> None:
-        assert self.paused, "a slot changes only while nothing is sampled"
+        assert self.paused or policy not in self.slots, "a slot changes only while nothing is sampled"
         number = len(self.paths)
         self.paths.append(folder)
         # A load that fails late leaves a half-loaded slot behind.
@@ -54,9 +60,11 @@ class FakeEngine:
 
     async def abort(self, policy: str) -> None:
         assert self.paused, "else one that has just come would be sampled"
+        self.aborted.add(policy)
         self._call(f"abort {policy}")
 
     async def remove(self, policy: str) -> None:
+        self.aborted.add(policy)
         self._call(f"remove {policy}")
         self.slots.pop(policy, None)
 
@@ -65,6 +73,7 @@ class FakeEngine:
 
     async def label(self, label: str) -> None:
         self._call("label")
+        self.on_label()
         self.labels.append(label)
 
     async def resume(self) -> None:
@@ -109,18 +118,18 @@ class FakeLog:
 
 
 class Bench:
-    def __init__(self, kv: KvMode = "keep", slots: int = 2) -> None:
+    def __init__(self, kv: KvMode = "keep", slots: int = 2, mode: SwapMode = "in_flight") -> None:
         self.engine, self.adapters = FakeEngine(), FakeAdapters()
         self.log = FakeLog(self.engine)
-        self.swapper = Swapper(self.engine, self.adapters, self.log, generator="g", instance="i", kv=kv, slots=slots)
+        self.instance = Instance(self.engine, self.adapters, self.log, generator="g", name="i", kv=kv, slots=slots)
+        self.swapper = Swapper(self.instance, kv=kv, mode=mode)
 
-    def request(
-        self, version: int, policy: str = "p", kv: KvMode | None = None, fence: int = 0, operation: str = ""
-    ) -> SwapRequest:  # fmt: skip
-        return SwapRequest(
+    def request(self, version: int, policy: str = "p", **changes: Any) -> SwapRequest:
+        request = SwapRequest(
             policy=policy, version=version, digest=digest_of(str(version)), instance="i",
-            epoch=self.swapper.residency.epoch, kv=kv, fence=fence, operation=operation,
+            epoch=self.instance.residency.epoch,
         )  # fmt: skip
+        return msgspec.structs.replace(request, **changes)
 
 
 def served(version: int) -> Served:

@@ -45,6 +45,7 @@ class Manager:
     def __init__(self) -> None:
         self.modules = {"q_proj": Module(), "qkv": Module(packed=3), "idle": Module()}
         self.lora_index_to_id: list[int | None] = [None, None]
+        self.registered: set[int] = set()
 
     def load(self, lora_int_id: int, seed: int) -> None:
         if lora_int_id not in self.lora_index_to_id:
@@ -79,7 +80,11 @@ def attest(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> Attest:
         ))  # fmt: skip
 
     worker = Attest()
-    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager, _load_adapter=fresh))
+    worker.model_runner = SimpleNamespace(
+        lora_manager=SimpleNamespace(
+            _adapter_manager=manager, _load_adapter=fresh, list_adapters=lambda: manager.registered
+        )
+    )
     return worker
 
 
@@ -89,6 +94,18 @@ def test_the_right_adapter_is_right_and_stays_so(attest: Attest, manager: Manage
     assert seen == {"resident": True, "applied": 2, "different": [], "unplaced": []}
     assert attest.lorabridge_unchanged(POLICY) == {"resident": True, "changed": []}
     assert attest.lorabridge_resident() == [POLICY]
+
+
+def test_an_adapter_that_only_memory_holds_is_resident(attest: Attest, manager: Manager) -> None:
+    manager.registered = {POLICY}
+    assert attest.lorabridge_resident() == [POLICY]
+
+
+def test_what_was_proven_of_an_adapter_that_was_taken_out_is_forgotten(attest: Attest, manager: Manager) -> None:
+    manager.load(POLICY, 7)
+    attest.lorabridge_attest(POLICY, "7")
+    attest.lorabridge_forget(POLICY)
+    assert attest.lorabridge_unchanged(POLICY) == {"resident": False}
 
 
 def test_an_adjacent_version_or_an_empty_slot_is_told_from_the_right_one(attest: Attest, manager: Manager) -> None:

@@ -17,12 +17,12 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from lorabridge.bridge.canary import Judgement
-from lorabridge.bridge.errors import DigestMissing, Quarantined, SwapFailed
+from lorabridge.bridge.errors import DigestMissing, Quarantined, SlotsBusy, SwapFailed
 from lorabridge.rollout.plugin import doors
 from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.doors import PublicDoor, control_app, model_of
 from lorabridge.rollout.plugin.swap import Outdated
-from lorabridge.rollout.wire import GENERATE, EngineFacts, SwapReply, SwapRequest
+from lorabridge.rollout.wire import BEGAN_ON, GENERATE, EngineFacts, SwapReply, SwapRequest
 from tests.factories import BASE, make_residency
 
 TOKEN = "the control token of this test"
@@ -42,6 +42,16 @@ class FakeSwapper:
         self.residency = make_residency(3, 1)
         self.answer: Exception | None = None
         self.asked: list[SwapRequest] = []
+        self.instance = self
+        self.slot = "policy"
+        self.in_flight: list[str] = []
+
+    def begin(self, policy: str) -> str:
+        self.in_flight.append(self.slot)
+        return self.slot
+
+    def end(self, name: str) -> None:
+        self.in_flight.remove(name)
 
     async def swap(self, request: SwapRequest) -> SwapReply:
         self.asked.append(request)
@@ -133,6 +143,39 @@ def test_generation_passes_with_its_body_whole(public: TestClient) -> None:
     assert reply.text == f"POST {GENERATE} {body.decode()}"
 
 
+def test_a_request_for_a_pinned_policy_gets_its_newest_adapter_and_is_told_which(
+    swapper: FakeSwapper, public: TestClient
+) -> None:
+    swapper.slot = "sha256:newest"
+    body = {"token_ids": [1, 2], "model": "policy", "sampling_params": {"stop": ["\u00e9"]}}
+    reply = public.post(GENERATE, json=body)
+    assert reply.headers[BEGAN_ON] == "sha256:newest"
+    assert msgspec.json.decode(reply.text.removeprefix(f"POST {GENERATE} ")) == body | {"model": "sha256:newest"}
+
+
+def test_nobody_names_a_slot_himself(swapper: FakeSwapper, public: TestClient) -> None:
+    swapper.slot = "sha256:newest"
+    assert public.post(GENERATE, content=b'{"model": "sha256:newest"}').status_code == 404
+    assert BEGAN_ON not in public.post(GENERATE, content=b'{"model": "sha256:newest"}').headers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_is_in_flight_until_it_has_ended_well_or_not(
+    fails: bool, swapper: FakeSwapper, control: Control
+) -> None:
+    seen: list[list[str]] = []
+
+    async def server(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(list(swapper.in_flight))
+        if fails:
+            raise RuntimeError("it broke")
+        await everything(scope, receive, send)
+
+    client = TestClient(PublicDoor(server, State({"lorabridge": control})), raise_server_exceptions=False)
+    assert client.post(GENERATE, content=b'{"model": "policy"}').status_code == (500 if fails else 200)
+    assert (seen, swapper.in_flight) == ([["policy"]], [])
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -192,6 +235,7 @@ SWAP = {"policy": "p", "version": 1, "digest": "sha256:" + "0" * 64, "instance":
         (None, 200),
         (Outdated("moved"), 409),
         (SwapFailed("no", action="see"), 422),
+        (SlotsBusy("no", action="see"), 423),
         (DigestMissing("no", action="see"), 424),
         (Quarantined("no", action="see"), 503),
     ],

@@ -25,8 +25,8 @@ async def test_if_the_previous_adapter_cannot_be_put_back_the_generator_samples_
     with pytest.raises(Quarantined):
         await bench.swapper.swap(bench.request(2))
     assert "remove p" in bench.engine.calls
-    assert bench.swapper.residency.serves == {"other": served(9)}
-    assert bench.swapper.quarantine is not None
+    assert bench.instance.residency.serves == {"other": served(9)}
+    assert bench.instance.quarantine is not None
 
 
 async def test_a_quarantine_ends_with_a_swap_that_is_proven_and_everything_else_proven_again() -> None:
@@ -42,7 +42,7 @@ async def test_a_quarantine_ends_with_a_swap_that_is_proven_and_everything_else_
     placed = len(bench.engine.paths)
     bench.engine.fail_places = {placed + 2}  # the third policy's adapter cannot be put in place again
     reply = await bench.swapper.swap(bench.request(3))
-    assert bench.swapper.quarantine is None
+    assert bench.instance.quarantine is None
     assert not bench.engine.paused
     assert not bench.engine.sampled_unproven
     assert bench.engine.calls[:4] == ["pause recompute", "place p", "place other", "place third"]
@@ -62,7 +62,7 @@ async def test_a_quarantine_stays_when_the_swap_that_should_end_it_fails() -> No
     bench.engine.fail = {"pause"}
     with pytest.raises(Quarantined):
         await bench.swapper.swap(bench.request(2))
-    assert bench.swapper.quarantine is not None
+    assert bench.instance.quarantine is not None
     bench.engine.fail, bench.engine.fail_places = set(), set()
     assert (await bench.swapper.swap(bench.request(2))).residency.serves == {"p": served(2)}
 
@@ -73,12 +73,12 @@ async def test_a_slot_that_changed_behind_our_back_is_not_just_overwritten() -> 
     bench.engine.tampered = {"p"}
     with pytest.raises(Quarantined, match="changed since it was proven"):
         await bench.swapper.swap(bench.request(2))
-    assert bench.swapper.residency.serves == {"p": served(1)}
+    assert bench.instance.residency.serves == {"p": served(1)}
     assert len(bench.engine.paths) == 1
     assert bench.engine.calls[-2:] == ["pause keep", "abort p"]
     await bench.swapper.swap(bench.request(2))  # proven afresh, on KV of its own
-    assert bench.swapper.residency.kv == "recompute"
-    assert bench.swapper.quarantine is None
+    assert bench.instance.residency.kv == "recompute"
+    assert bench.instance.quarantine is None
 
 
 async def test_slots_are_looked_at_whenever_somebody_asks() -> None:
@@ -86,39 +86,39 @@ async def test_slots_are_looked_at_whenever_somebody_asks() -> None:
     await bench.swapper.swap(bench.request(1))
     await bench.swapper.swap(bench.request(1, policy="other"))
     assert await bench.swapper.attest() == {"p": None, "other": None}
-    assert bench.swapper.quarantine is None
+    assert bench.instance.quarantine is None
     bench.engine.tampered = {"other"}
     seen = await bench.swapper.attest()
     assert seen["p"] is None
     assert "changed" in (seen["other"] or "")
-    assert "other" in (bench.swapper.quarantine or "")
+    assert "other" in (bench.instance.quarantine or "")
     # Nothing more is sampled, and who has tokens from that slot, and from that one alone, is told.
     assert bench.engine.calls[-2:] == ["pause keep", "abort other"]
     await bench.swapper.swap(bench.request(2))
     assert await bench.swapper.attest() == {"p": None, "other": None}
-    assert (bench.swapper.quarantine, bench.engine.paused) == (None, False)
+    assert (bench.instance.quarantine, bench.engine.paused) == (None, False)
 
 
 async def test_a_quarantine_says_since_when_whatever_else_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1, 100))
-    monkeypatch.setattr("lorabridge.rollout.plugin.swap._now_ms", lambda: next(clock))
+    monkeypatch.setattr("lorabridge.rollout.plugin.instance._now_ms", lambda: next(clock))
     bench = Bench()
-    seen = [bench.swapper.quarantined_ms]
+    seen = [bench.instance.quarantined_ms]
     bench.engine.fail = {"pause"}
     with pytest.raises(Quarantined):
         await bench.swapper.swap(bench.request(1))
-    seen.append(bench.swapper.quarantined_ms)
+    seen.append(bench.instance.quarantined_ms)
     bench.engine.fail = {"label"}
     with pytest.raises(Quarantined):
         await bench.swapper.swap(bench.request(1))
-    assert "label failed" in (bench.swapper.quarantine or "")
-    seen.append(bench.swapper.quarantined_ms)
+    assert "label failed" in (bench.instance.quarantine or "")
+    seen.append(bench.instance.quarantined_ms)
     bench.engine.fail = set()
     await bench.swapper.swap(bench.request(1))
-    seen.append(bench.swapper.quarantined_ms)
+    seen.append(bench.instance.quarantined_ms)
     bench.engine.tampered = {"p"}
     await bench.swapper.attest()
-    seen.append(bench.swapper.quarantined_ms)
+    seen.append(bench.instance.quarantined_ms)
     before, since, still, healed, again = seen
     assert (before, still, healed) == (None, since, None)
     assert 0 < (since or 0) < (again or 0)
@@ -141,7 +141,7 @@ async def test_a_swap_that_breaks_off_leaves_the_engine_paused_and_in_quarantine
     bench.engine.fail = {step}
     with pytest.raises(Quarantined):
         await bench.swapper.swap(bench.request(1))
-    assert bench.swapper.quarantine is not None
+    assert bench.instance.quarantine is not None
     assert "resume" not in bench.engine.calls
 
 
@@ -150,9 +150,9 @@ async def test_a_canary_that_does_not_match_quarantines_and_one_that_does_is_onl
     await bench.swapper.swap(bench.request(1))
     good = Judgement(policy="p", version=1, verdict="match", floor=1e-6, error=1e-6, effect=1.0, smallest=1e-5)
     await bench.swapper.judged(good)
-    assert (bench.swapper.canary, bench.swapper.quarantine) == (good, None)
+    assert (bench.swapper.canary, bench.instance.quarantine) == (good, None)
     await bench.swapper.judged(msgspec.structs.replace(good, verdict="mismatch", error=1.0))
-    assert "canary of p version 1 is off by 1 nats" in (bench.swapper.quarantine or "")
+    assert "canary of p version 1 is off by 1 nats" in (bench.instance.quarantine or "")
 
 
 async def test_only_what_is_served_is_scored() -> None:

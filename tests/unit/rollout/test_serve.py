@@ -11,7 +11,7 @@ import pytest
 from lorabridge.bridge.errors import GeneratorError, PortTaken
 from lorabridge.bridge.sections import GeneratorsSection
 from lorabridge.bridge.settings import load
-from lorabridge.rollout.plugin.start import refuse_flags
+from lorabridge.rollout.plugin.start import refuse_flags, usable_slots
 from lorabridge.rollout.serve import ATTEST, Command, check_doors, vllm_command, with_environment
 
 
@@ -26,7 +26,8 @@ def flag(given: Command, name: str) -> str:
 def test_the_command_has_what_spans_and_swaps_need() -> None:
     given = command("policy.rank=12", "generators.max_loras=3")
     assert flag(given, "--max-lora-rank") == "16"
-    assert flag(given, "--max-loras") == "3"
+    assert flag(given, "--max-loras") == "4"  # on a CPU one stays empty
+    assert flag(command("generators.max_loras=3", on_cpu=False), "--max-loras") == "3"
     assert flag(given, "--logprobs-mode") == "processed_logprobs"
     assert flag(given, "--generation-config") == "vllm"
     assert flag(given, "--api-server-count") == "1"
@@ -91,3 +92,10 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded(host: str) -> N
         with pytest.raises(PortTaken, match=f"{host}:{port}"):
             check_doors(GeneratorsSection(host=host, port=port, control_host="unix:/nowhere"))
     check_doors(GeneratorsSection(host=host, port=port, control_host="unix:/nowhere"))
+
+
+def test_on_a_cpu_the_last_slot_stays_empty() -> None:
+    assert usable_slots(3, on_cpu=True) == 2
+    assert usable_slots(1, on_cpu=False) == 1
+    with pytest.raises(GeneratorError, match="last slot"):
+        usable_slots(1, on_cpu=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 import signal
 import socket
@@ -18,6 +19,10 @@ from lorabridge.bridge.sections import RedisSection
 
 _USER = "lorabridge"
 _ATTEMPTS = 3
+
+_DICE = random.SystemRandom()
+_LOWEST = 15_000
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextmanager
@@ -73,23 +78,33 @@ def _start(folder: Path, config: dict[str, str]) -> ValkeyServer:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that nothing listens on at the moment; see ``free_ports``."""
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` TCP ports in a row on loopback that nothing listens on at the moment."""
+    """The first of ``count`` TCP ports in a row on loopback that nothing listens on at the moment.
+
+    A server may take a minute to come up, so none is of those that the system gives to outgoing connections meanwhile.
+    """
     while True:
-        first = free_port()
+        first = _DICE.randrange(_LOWEST, _first_of_outgoing() - count)
         try:
             with ExitStack() as probes:
                 for port in range(first, first + count):
                     probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-        except (OSError, OverflowError):  # taken, or past the last port
+        except OSError:  # taken
             continue
+
+
+def _first_of_outgoing() -> int:
+    """The first port that the system takes for outgoing connections; Linux's default where it does not say."""
+    try:
+        first = int(_OUTGOING.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    return first if first > _LOWEST + 1_000 else 65_536  # all of them are: any will do
 
 
 @contextmanager

@@ -90,3 +90,16 @@ def test_it_ends_with_the_block_even_if_it_died_before(tmp_path: Path) -> None:
     port = int(section.url.rpartition(":")[2].partition("/")[0])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_no_port_is_one_that_an_outgoing_connection_could_have_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "range"
+    monkeypatch.setattr(embedded, "_OUTGOING", said)
+    said.write_text("20000\t60999\n")
+    assert all(15_000 <= embedded.free_ports(4) <= 20_000 - 4 for _ in range(50))
+    said.write_text("1024 65535")  # every port may be one: any will do
+    assert 15_000 <= embedded.free_port() < 65_536
+    said.unlink()
+    assert embedded.free_port() < 32_768

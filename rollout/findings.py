@@ -186,10 +186,12 @@ def _against_head(url: str, state: GeneratorState, head: Manifest | None, contro
     served = state.residency.serves.get(head.policy)
     who = f"its controller is {controller}" if controller else "no worker controls it"
     if served is None:
-        yield _problem(url, "head", f"it does not serve {head.policy}; {who}", "Start a worker, and see its log")
+        why = f"; its last swap failed: {state.failed}" if state.failed else ""
+        yield _problem(url, "head", f"it does not serve {head.policy}; {who}{why}", "Start a worker, and see its log")
     elif served.digest != head.digest:
         behind = head.version - served.version
-        says = f"it serves version {served.version}, {behind} behind the head; {who}"
+        why = f"; its last swap failed: {state.failed}" if state.failed else ""
+        says = f"it serves version {served.version}, {behind} behind the head; {who}{why}"
         yield _problem(url, "head", says, "Start a worker, or see its log and the server's")
     else:
         yield _ok(url, "head", f"version {served.version}; {who}")

@@ -75,7 +75,8 @@ class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to know before it uses a generator; ``running`` requests are in flight.
 
     ``quarantine`` says why it samples nothing, and ``quarantined_ms`` since when (milliseconds since 1970, its clock).
-    ``fence`` is the highest lease number that it has seen, ``canary`` the last judgement that it was told of.
+    ``fence`` is the highest lease number that it has seen, ``canary`` the last judgement that it was told of, and
+    ``failed`` says why the last swap was not carried out, None if it was.
     """
 
     residency: Residency
@@ -85,3 +86,4 @@ class GeneratorState(msgspec.Struct, frozen=True, kw_only=True):
     fence: int = 0
     canary: Judgement | None = None
     quarantined_ms: int | None = None
+    failed: str | None = None

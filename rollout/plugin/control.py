@@ -37,6 +37,7 @@ class Control:
             fence=self._swapper.fence,
             canary=self._swapper.canary,
             quarantined_ms=here.quarantined_ms,
+            failed=self._swapper.failed,
         )
 
     def residencies(self, after: int) -> list[Residency]:

@@ -54,6 +54,7 @@ class Swapper:
         instance: see ``Instance``.
         fence: highest lease number seen; a controller with a lower one has been replaced.
         canary: the last judgement that a worker told of.
+        failed: why the last swap was not carried out, None if it was.
     """
 
     def __init__(self, instance: Instance, *, kv: KvMode, mode: SwapMode = "in_flight") -> None:
@@ -63,6 +64,7 @@ class Swapper:
         self._leaving: set[asyncio.Task[None]] = set()
         self.fence = 0
         self.canary: Judgement | None = None
+        self.failed: str | None = None
 
     async def swap(self, request: SwapRequest) -> SwapReply:
         """Serve what is asked for. Asking for what is served already does nothing, nor does the same operation again.
@@ -89,11 +91,16 @@ class Swapper:
                 return SwapReply(residency=now, phases_ms={})
             if (request.instance, request.epoch) != (now.instance, now.epoch):
                 raise Outdated(f"this is {now.label}, not {request.instance}:{request.epoch}")
-            way = self._way(request, wanted)
-            self._check_room(way)
-            if here.quarantine is None and here.slots.find(way.name):
-                await self._prove(way.name)
-            reply = await self._swap(way)
+            try:
+                way = self._way(request, wanted)
+                self._check_room(way)
+                if here.quarantine is None and here.slots.find(way.name):
+                    await self._prove(way.name)
+                reply = await self._swap(way)
+            except BridgeError as error:
+                self.failed = f"version {request.version} of {request.policy}: {error.problem}"
+                raise
+            self.failed = None
             if request.operation:
                 self._done = request.operation, reply
             return reply

@@ -79,24 +79,31 @@ def make_canary(base: Path, seed: int) -> Canary:
 def commit(store: Store, base: Path, policy: str, adapters: list[Adapter]) -> list[Manifest]:
     """Put adapters into the store as versions 1, 2, ... of a policy."""
     epoch = store.allocate_epoch(policy)
-    manifests: list[Manifest] = []
-    for version, adapter in enumerate(adapters, 1):
-        header = check_adapter(adapter, RANK, base_shapes(base))
-        manifest = Manifest(
-            policy=policy,
-            version=version,
-            digest=store.put(adapter),
-            parent=manifests[-1].digest if manifests else None,
-            base=fingerprint(base),
-            rank=largest_rank(parse_config(adapter.config)),
-            targets=module_names(header),
-            dtype="F32",
-            step=version - 1,
-            epoch=epoch,
-            run="e2e",
-            created_ms=1_700_000_000_000,
-            size=len(adapter.tensors),
-        )
-        store.commit(manifest)
-        manifests.append(manifest)
-    return manifests
+    return [commit_next(store, base, policy, adapter, epoch) for adapter in adapters]
+
+
+def commit_next(
+    store: Store, base: Path, policy: str, adapter: Adapter, epoch: int, canary: Canary | None = None
+) -> Manifest:  # fmt: skip
+    """Put an adapter into the store as a policy's next version."""
+    header = check_adapter(adapter, RANK, base_shapes(base))
+    newest = store.newest(policy)
+    version = newest.version + 1 if newest else 1
+    manifest = Manifest(
+        policy=policy,
+        version=version,
+        digest=store.put(adapter),
+        parent=newest.digest if newest else None,
+        base=fingerprint(base),
+        rank=largest_rank(parse_config(adapter.config)),
+        targets=module_names(header),
+        dtype="F32",
+        step=version - 1,
+        epoch=epoch,
+        run="e2e",
+        created_ms=1_700_000_000_000,
+        size=len(adapter.tensors),
+        canary=canary,
+    )
+    store.commit(manifest)
+    return manifest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,40 +12,13 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import audit
 from lorabridge.bridge.replay.scorer import Scorer
-from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection
-from lorabridge.bridge.settings import Settings
-from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Generator
-from tests.e2e import tamper
-from tests.e2e.models import END, RANK, commit, make_adapter
-from tests.e2e.server import Server, running
+from tests.e2e.models import END, commit, make_adapter
+from tests.e2e.server import Server
 from tests.e2e.traffic import Traffic, generator_of, swap, trajectories_of
 
 PROMPT = [5, 6, 7, 8]
-WORKER = f"{tamper.__name__}.{tamper.AttestOfWhatWasTamperedWith.__name__}"
-
-
-@pytest.fixture(scope="module")
-def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file whose coming has a slot of the server changed."""
-    return tmp_path_factory.mktemp("order") / "tamper"
-
-
-@pytest.fixture(scope="module")
-def tampered(base: Path, order: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = Settings(
-        run=RunSection(id="tampered", dir=tmp_path_factory.mktemp("tampered")),
-        model=ModelSection(path=str(base)),
-        policy=PolicySection(name="pair", rank=RANK),
-        generators=GeneratorsSection(
-            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, max_loras=2,
-            kv_cache_gib=1, args=("--worker-extension-cls", WORKER),
-        ),
-    )  # fmt: skip
-    environment = {tamper.FILE: str(order), "PYTHONPATH": str(Path(__file__).parents[2])}
-    with running(settings, environment) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +32,7 @@ async def _ends(generator: Generator, order: Path, notice: str, to: Manifest) ->
     under_way = asyncio.create_task(generator.sample("pair", PROMPT, sampling, []))
     while (await generator.state()).running == 0:  # noqa: ASYNC110  (it is in another process)
         await asyncio.sleep(0.02)
-    order.touch()
+    order.write_text("changed")
     if notice == "a look":
         assert "has changed since it was proven" in ((await generator.attest())["pair"] or "")
     else:
@@ -84,13 +56,14 @@ async def test_a_slot_that_changed_ends_what_it_samples_and_the_next_swap_heals(
 ) -> None:
     async with generator_of(tampered) as generator:
         await swap(generator, versions[0])
-        assert (await generator.attest()) == {"pair": None}
+        assert (await generator.attest())["pair"] is None
         assert (await generator.state()).facts.kv_tokens > 1024
         await _ends(generator, order, notice, versions[1])
+        order.unlink()
 
         await swap(generator, versions[1])
         assert (await generator.state()).quarantine is None
-        assert (await generator.attest()) == {"pair": None}
+        assert (await generator.attest())["pair"] is None
         traffic = Traffic(generator, "pair", 1_000)
         await traffic.run()
     store = tampered.store

@@ -39,6 +39,7 @@ class FakeSwapper:
         self.quarantined_ms: int | None = None
         self.fence = 0
         self.canary: Judgement | None = None
+        self.failed: str | None = None
         self.residency = make_residency(3, 1)
         self.answer: Exception | None = None
         self.asked: list[SwapRequest] = []

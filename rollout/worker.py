@@ -132,6 +132,7 @@ class Worker:
                 for entry, fields in entries:
                     last = entry.decode()
                     self._hear(decode_announcement(fields))
+            await asyncio.sleep(0)  # what was heard is acted on before the next read is sent
 
     async def _check_head(self) -> None:
         while not self._stopping.is_set():

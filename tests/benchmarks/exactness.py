@@ -1,7 +1,7 @@
 """Is every token what its span says? ``python -m tests.benchmarks.exactness --tokens 1000000``.
 
-Servers of a tiny model, a swap every second on each, in flight, between two adjacent versions, with KV kept and with KV
-dropped; half of the prompts go on from an earlier completion. Every sampled token is recomputed under the adapter that
+Servers of a tiny model, a swap every second on each between two adjacent versions: in flight with KV kept, in flight
+with KV dropped, and pinned; half of the prompts go on from an earlier completion. Every sampled token is recomputed under the adapter that
 its span names, chained where KV was kept.
 """
 
@@ -12,9 +12,10 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.audit import AuditReport, audit
 from lorabridge.bridge.replay.scorer import Scorer
-from lorabridge.bridge.residency import KvMode
+from lorabridge.bridge.residency import KvMode, SwapMode
 from lorabridge.bridge.sections import GeneratorsSection, ModelSection, PolicySection, RunSection, StoreSection
 from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import Store, open_store
@@ -34,7 +35,22 @@ from tests.e2e.server import Server, running
 from tests.e2e.traffic import sample_under_swaps, trajectories_of
 
 _PART = 25_000  # tokens sampled before they are audited, so that memory stays bounded
-_MODES: tuple[KvMode, ...] = ("keep", "recompute")
+
+
+class Way(NamedTuple):
+    """How the servers swap: a policy of its own for each, since a policy is swapped one way for as long as it is served."""
+
+    name: str
+    policy: str
+    mode: SwapMode
+    kv: KvMode | None
+
+
+_WAYS = (
+    Way("in flight, kv keep", "pair", "in_flight", "keep"),
+    Way("in flight, kv recompute", "pair", "in_flight", "recompute"),
+    Way("pinned", "pinned", "pinned", None),
+)
 
 
 class Tally:
@@ -54,38 +70,42 @@ class Tally:
 
 
 async def sample(
-    servers: Sequence[Server], pair: Sequence[Manifest], kv: KvMode, tokens: int
+    servers: Sequence[Server], pair: Sequence[Manifest], way: Way, tokens: int
 ) -> tuple[list[Turn], int]:  # fmt: skip
     """Turns from every server at once, and the swaps of all of them."""
-    parts = await asyncio.gather(*(sample_under_swaps(each, pair, kv, tokens // len(servers)) for each in servers))
+    parts = await asyncio.gather(
+        *(sample_under_swaps(each, pair, way.kv, tokens // len(servers), way.mode) for each in servers)
+    )
     return [turn for turns, _ in parts for turn in turns], sum(swaps for _, swaps in parts)
 
 
 def measure(
-    servers: Sequence[Server], pair: Sequence[Manifest], base: Path, store: Store, tokens: int
-) -> dict[KvMode, Tally]:  # fmt: skip
+    servers: Sequence[Server], pairs: Mapping[str, Sequence[Manifest]], base: Path, store: Store, tokens: int
+) -> dict[Way, Tally]:  # fmt: skip
     console, scorer, digest = Console(stderr=True), Scorer(base, store), fingerprint(base).digest
-    found: dict[KvMode, Tally] = {mode: Tally() for mode in _MODES}
-    while any(tally.sum("tokens") < tokens / len(_MODES) for tally in found.values()):
-        for mode, tally in found.items():
+    found = {way: Tally() for way in _WAYS}
+    while any(tally.sum("tokens") < tokens / len(_WAYS) for tally in found.values()):
+        for way, tally in found.items():
             began = time.perf_counter()
-            turns, swaps = asyncio.run(sample(servers, pair, mode, min(_PART, tokens // len(_MODES))))
+            turns, swaps = asyncio.run(sample(servers, pairs[way.policy], way, min(_PART, tokens // len(_WAYS))))
             sampled = time.perf_counter()
             tally.reports.append(audit(trajectories_of(turns, digest), store, scorer))
             tally.sampling_s += sampled - began
             tally.auditing_s += time.perf_counter() - sampled
             tally.swaps += swaps
             tally.several += sum(len(turn.spans) > 1 for turn in turns)
-            tally.cut += sum(mode == "keep" and any(s.kv == "fresh" for s in turn.spans[1:]) for turn in turns)
-            console.print(f"kv {mode}: {tally.sum('tokens'):,} tokens, {tally.sum('refuted')} refuted", highlight=False)
+            tally.cut += sum(way.kv == "keep" and any(s.kv == "fresh" for s in turn.spans[1:]) for turn in turns)
+            console.print(
+                f"{way.name}: {tally.sum('tokens'):,} tokens, {tally.sum('refuted')} refuted", highlight=False
+            )
     return found
 
 
-def rows_of(found: dict[KvMode, Tally]) -> tuple[list[dict[str, object]], list[Goal]]:
+def rows_of(found: dict[Way, Tally]) -> tuple[list[dict[str, object]], list[Goal]]:
     rows: list[dict[str, object]] = []
-    for mode, tally in found.items():
+    for way, tally in found.items():
         tokens = tally.sum("tokens")
-        row: dict[str, object] = {"mode": f"kv {mode}", "samples": tally.sum("trajectories")}
+        row: dict[str, object] = {"mode": way.name, "samples": tally.sum("trajectories")}
         row |= {"several spans": tally.several, "preempted": tally.cut, "swaps": tally.swaps, "tokens": tokens}
         row |= {name: tally.sum(name) for name in ("refuted", "unverifiable")}
         row |= {"discriminated": tally.sum("discriminated") / tokens}
@@ -97,7 +117,7 @@ def rows_of(found: dict[KvMode, Tally]) -> tuple[list[dict[str, object]], list[G
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.benchmarks.exactness", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=100_000, help="in all, half of them in each KV mode")
+    parser.add_argument("--tokens", type=int, default=100_000, help="in all, a third of them in each way to swap")
     parser.add_argument("--generators", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -105,7 +125,8 @@ def main() -> int:
         folder = Path(name)
         base, port = make_base(folder / "base"), free_ports(2 * given.generators)
         store = open_store(str(folder / "store"))
-        pair = commit(store, base, "pair", [make_adapter(base, seed) for seed in (1, 2)])
+        adapters = [make_adapter(base, seed) for seed in (1, 2)]
+        pairs = {way.policy: commit(store, base, way.policy, adapters) for way in _WAYS[1:]}
         servers = [
             stack.enter_context(running(Settings(
                 run=RunSection(id="exactness", dir=folder / f"server-{place}"),
@@ -114,12 +135,12 @@ def main() -> int:
                 store=StoreSection(url=str(folder / "store")),
                 generators=GeneratorsSection(
                     port=port + 2 * place, control_port=port + 2 * place + 1, max_model_len=1024, max_num_seqs=32,
-                    threads=1,
+                    threads=1, max_loras=4,
                 ),
             )))
             for place in range(given.generators)
         ]  # fmt: skip
-        rows, goals = rows_of(measure(servers, pair, base, store, given.tokens))
+        rows, goals = rows_of(measure(servers, pairs, base, store, given.tokens))
     return conclude("Every token under a swap a second", rows, goals, as_json=given.json)
 
 

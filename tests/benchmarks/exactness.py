@@ -1,8 +1,8 @@
 """Is every token what its span says? ``python -m tests.benchmarks.exactness --tokens 1000000``.
 
 Servers of a tiny model, a swap every second on each between two adjacent versions: in flight with KV kept, in flight
-with KV dropped, and pinned; half of the prompts go on from an earlier completion. Every sampled token is recomputed under the adapter that
-its span names, chained where KV was kept.
+with KV dropped, and pinned; half of the prompts go on from an earlier completion. Every sampled token is recomputed
+under the adapter that its span names, chained where KV was kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PART = 25_000  # tokens sampled before they are audited, so that memory stays b
 
 
 class Way(NamedTuple):
-    """How the servers swap: a policy of its own for each, since a policy is swapped one way for as long as it is served."""
+    """How the servers swap; a policy is swapped in flight or pinned for as long as it is served, so each has its own."""
 
     name: str
     policy: str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lorabridge.bridge.codec import canonical_json
-from lorabridge.bridge.errors import RequestRefused
+from lorabridge.bridge.errors import Quarantined, RequestRefused
 from lorabridge.bridge.residency import resolve, without_preemptions
 from lorabridge.bridge.run_record import RunRecord
 from lorabridge.bridge.stream.groups import Claim
@@ -56,7 +56,8 @@ class Sampler:
         """Sample, resolve, reward.
 
         Raises:
-            Unestablished: what sampled a completion cannot be established, or it was aborted.
+            Unestablished: what sampled a completion cannot be established.
+            Quarantined: the generator ended a completion, since it could not prove the slot that it came from.
             RequestRefused: the prompt leaves no room for an answer.
             GeneratorError: the generator went away or refused.
         """
@@ -98,7 +99,10 @@ class Sampler:
 
     async def _turn(self, prompt: tuple[int, ...], completion: Completion, source: Source) -> Turn:
         if completion.finish_reason == "abort":
-            raise Unestablished("the engine aborted it")
+            raise Quarantined(
+                f"{source.generator.url} ended a sample before its time",
+                action="It could not prove a slot; see its log",
+            )
         if not completion.spans:
             raise Unestablished("the engine reported no spans")
         if len(completion.logprobs) != len(completion.token_ids):

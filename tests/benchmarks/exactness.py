@@ -38,7 +38,7 @@ _PART = 25_000  # tokens sampled before they are audited, so that memory stays b
 
 
 class Way(NamedTuple):
-    """How the servers swap; a policy is swapped in flight or pinned for as long as it is served, so each has its own."""
+    """How the servers swap; a policy is swapped in one mode for as long as it is served, so each mode has its own."""
 
     name: str
     policy: str

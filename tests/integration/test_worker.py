@@ -56,7 +56,6 @@ async def test_a_redis_that_lost_the_head_is_repaired_from_the_store_and_followe
         (lambda c: _with(c, spans=(EngineSpan("i:0", 0, 3),)), "does not serve"),
         (lambda c: _with(c, spans=(EngineSpan("i:1", 0, 2),)), "cover 2 of 3"),
         (lambda c: _with(c, spans=None), "no spans"),
-        (lambda c: _with(c, finish_reason="abort"), "aborted"),
         (lambda c: _with(c, logprobs=(-0.1,)), "logprobs"),
     ],
 )
@@ -79,6 +78,24 @@ async def test_what_cannot_be_established_is_quarantined_with_its_reason_and_nev
     assert reason in quarantine.reason
     assert sorted(g.group for g in bench.groups()) == [0, 1, 2]  # it was tried again, under another attempt
     assert sorted(g.attempt for g in bench.groups()) == [1, 1, 2]
+
+
+async def test_a_sample_that_the_generator_ended_is_not_delivered_and_not_its_groups_failure(bench: Bench) -> None:
+    bench.publish(1)
+    ended: list[Completion] = []
+
+    def once(completion: Completion) -> Completion:
+        if ended:
+            return completion
+        ended.append(completion)
+        return _with(completion, finish_reason="abort")
+
+    bench.generator.spoil = once
+    async with bench.working():
+        await until(lambda: len(bench.groups()) == 3)
+    assert {t.turns[0].finish_reason for group in bench.groups() for t in group.trajectories} == {"stop"}
+    assert sorted(g.group for g in bench.groups()) == [0, 1, 2]
+    assert bench.client.hlen(bench.keys.failures) == 0
 
 
 async def test_a_prompt_that_cannot_be_sampled_is_given_up_at_once_and_the_rest_goes_on(bench: Bench) -> None:

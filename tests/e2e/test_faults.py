@@ -44,6 +44,8 @@ from tests.e2e.test_loop import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+_START_S = 400  # a worker that is imported for the first time in a fresh environment takes its time
+
 # What goes wrong, how it is brought about, what the worker says, and which of the doctor's checks says what.
 FAULTS: dict[str, tuple[Fault, str, str, str]] = {
     "the base is sampled": ("ignored, unnoticed", "the canary of", "canary", "mismatch"),
@@ -127,7 +129,7 @@ def run(
             run = Run(settings, client, base, order)
             run.publish()
             with running(folder / "worker.log", "worker", "--config", file) as worker:
-                until(lambda: healthy(run, worker))
+                until(lambda: healthy(run, worker), _START_S)
                 yield run
 
 

@@ -128,22 +128,24 @@ def run(
         with connect(section) as client:
             run = Run(settings, client, base, order)
             run.publish()
-            with running(folder / "worker.log", "worker", "--config", file) as worker:
-                until(lambda: healthy(run, worker), _START_S)
+            log = folder / "worker.log"
+            with running(log, "worker", "--config", file) as worker:
+                until(lambda: alive(worker) and "samples faults from" in log.read_text(), _START_S)
+                until(lambda: alive(worker) and run.problems() == [])
                 yield run
 
 
-def healthy(run: Run, worker: subprocess.Popen[bytes]) -> bool:
-    """Every server at the head, and nothing that the doctor would call a problem."""
+def alive(worker: subprocess.Popen[bytes]) -> bool:
     assert worker.poll() is None, "the worker has ended"
-    return run.problems() == []
+    return True
 
 
 def until(holds: Callable[[], bool], patience_s: float = 90) -> None:
+    """Asked once a second: the doctor's questions take time from servers and worker."""
     deadline = time.monotonic() + patience_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come to that"
-        time.sleep(0.2)
+        time.sleep(1)
 
 
 def says(run: Run, after: bytes, reason: str) -> bool:

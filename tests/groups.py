@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 
 from lorabridge.bridge.errors import CodecError
-from lorabridge.bridge.stream.groups import GroupQueue, GroupReader, decode_group
+from lorabridge.bridge.stream.groups import GroupQueue, GroupReader, decode_group, unfinished
 from lorabridge.bridge.stream.keys import TRAINER_GROUP, Keys
 
 LONG_S = 3600.0
@@ -39,9 +39,16 @@ def entered(client: redis.Redis, keys: Keys) -> list[tuple[int, int]]:
 
 
 def counts(client: redis.Redis, keys: Keys) -> tuple[int, int]:
-    """(started, finished)."""
-    started, finished = cast(list[bytes | None], client.hmget(keys.groups, ["started", "finished"]))
-    return int(started or 0), int(finished or 0)
+    """(groups that were begun, those of them that are open: leased, or on the stream and not finished)."""
+    started = cast(bytes | None, client.hget(keys.groups, "started"))
+    return int(started or 0), client.zcard(keys.leases) + unfinished(client, keys)
+
+
+def finish_all(client: redis.Redis, keys: Keys) -> None:
+    """The trainer is done with everything that is on the stream."""
+    reader = reader_of(client, keys)
+    while received := reader.read(block_ms=1):
+        reader.finish([received[0]])
 
 
 def pending(client: redis.Redis, keys: Keys) -> int:

@@ -61,7 +61,7 @@ class MainRank:
         self._offset = clock_offset_ms(now_ms(client), time.time())
         batch = settings.trainer.per_device_train_batch_size * settings.trainer.nproc_per_node
         self.source = TrajectorySource(
-            reader=GroupReader(client, keys, "trainer", self._unreadable),
+            reader=GroupReader(client, keys, "trainer", self._unreadable, lambda: put_on_record(client, keys, run)),
             ahead=batch,
             per_step=settings.samples_per_step,
             manifest_of=store.manifest,
@@ -207,8 +207,13 @@ def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> Main
         # The epoch first: workers then serve nothing of an earlier trainer, whose samples would be dropped here.
         line = take_over(client, keys, store, run.policy, run.run)
         run = msgspec.structs.replace(run, epoch=line.epoch)
-        client.set(keys.run, codec.encode(run))
+        put_on_record(client, keys, run)
         return MainRank(settings, run, line, shapes, client, store, config)
+
+
+def put_on_record(client: redis.Redis, keys: Keys, run: RunRecord) -> None:
+    """Let workers join."""
+    client.set(keys.run, codec.encode(run))
 
 
 def ranks(environ: Mapping[str, str]) -> list[str]:

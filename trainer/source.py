@@ -197,7 +197,6 @@ class TrajectorySource:
 
     def _done(self, trajectories: Iterable[Trajectory]) -> None:
         finished: list[str] = []
-        repeated: list[str] = []
         with self._lock:
             for trajectory in trajectories:
                 group = self._open[trajectory.group]
@@ -205,10 +204,9 @@ class TrajectorySource:
                 if not group.waiting:
                     del self._open[trajectory.group]
                     self._over.add(trajectory.group)
-                    finished.append(group.entries[0])
-                    repeated += group.entries[1:]
+                    finished += group.entries
         if finished:
-            self._reader.finish(finished, repeated)
+            self._reader.finish(finished)
 
     # The reader thread
 
@@ -232,7 +230,7 @@ class TrajectorySource:
             if group.group not in self._over:
                 self._open[group.group] = _Open([entry], {t.id for t in group.trajectories})
                 return True
-        self._reader.finish([], [entry])
+        self._reader.finish([entry])
         return False
 
     def _offer(self, sample: Sample) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from lorabridge.bridge.ledger.commits import COMMITS, Commit, LedgerFile, Log, S
 from lorabridge.bridge.ledger.lease import Lease, Survey
 from lorabridge.bridge.store.files import disk_errors, sync_folder, write_synced
 from lorabridge.bridge.stream.connection import now_ms
-from lorabridge.bridge.stream.groups import ensure_group
+from lorabridge.bridge.stream.groups import ensure_group, raise_floor
 from lorabridge.bridge.stream.keys import LEDGER_GROUP, TRAINER_GROUP, Keys, Reply
 from lorabridge.bridge.stream.trim import EntryId, trim_floor
 
@@ -138,6 +138,7 @@ class Archiver:
             raise _overtaken(self._chain.fence)
         for key in self._keys.streams.values():
             ensure_group(self._client, key, LEDGER_GROUP)
+        self._raise_floor(_last_group(self._ledger, [file for commit in self._chain.commits for file in commit.files]))
         self._trim(self._acknowledge())
         _log.info("archiver %d continues %s at commit %d", self._lease.number, self._ledger, self._chain.sequence)
 
@@ -174,9 +175,17 @@ class Archiver:
         self._acknowledge()  # where we stood before: nothing was lost between that and the batch
         if not self._commit(batch, files):
             return
+        self._raise_floor(_last_group(self._ledger, files))
         trimmed = self._trim(self._acknowledge())
         rows = ", ".join(f"{file.rows} {file.table}" for file in files) or "no rows"
         _log.info("commit %d: %s; %d entries trimmed", self._chain.sequence - 1, rows, trimmed)
+
+    def _raise_floor(self, last: int) -> None:
+        """A server that came back older would hand out numbers again whose trajectories the ledger has."""
+        if raise_floor(self._client, self._keys, last + 1):
+            _log.warning(
+                "the stream server is older than the ledger, which has group %d; groups go on from there", last
+            )
 
     def _write(self, batch: Batch) -> tuple[LedgerFile, ...]:
         parts: dict[str, list[pa.Table]] = {}
@@ -259,6 +268,18 @@ def write_file(ledger: Path, path: str, table: str, rows: pa.Table) -> LedgerFil
     finally:
         staged.unlink(missing_ok=True)
     return LedgerFile(path=path, table=table, rows=len(rows), sha256=sha256(body), size=len(body))
+
+
+def _last_group(ledger: Path, files: Iterable[LedgerFile]) -> int:
+    """The largest group number in some files, as Parquet's own statistics have it; -1 if there is none."""
+    last = -1
+    for file in files:
+        if file.table == "trajectories" and file.rows:
+            metadata = pq.read_metadata(ledger / file.path)
+            column = metadata.schema.names.index("group")
+            for number in range(metadata.num_row_groups):
+                last = max(last, metadata.row_group(number).column(column).statistics.max)
+    return last
 
 
 def _overtaken(fence: int) -> LedgerTaken:

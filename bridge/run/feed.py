@@ -16,6 +16,7 @@ from lorabridge.bridge.run.news import Counts, News
 from lorabridge.bridge.sections import GeneratorsSection
 from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.stream.connection import connect, errors
+from lorabridge.bridge.stream.groups import unfinished
 from lorabridge.bridge.stream.head import read_head
 from lorabridge.bridge.stream.keys import BODY, Keys, Reply
 
@@ -72,12 +73,7 @@ class Feed:
             self._after = entry.decode()
             news = news.after(codec.decode(Event, fields[BODY]))
         head = read_head(client, keys, self._policy)
-        groups = cast(dict[bytes, bytes], client.hgetall(keys.groups))
-        counts = Counts(
-            started=int(groups.get(b"started", 0)),
-            finished=int(groups.get(b"finished", 0)),
-            leased=client.zcard(keys.leases),
-        )
+        counts = Counts(leased=client.zcard(keys.leases), delivered=unfinished(client, keys))
         joined = bool(client.exists(keys.run))
         self.news = msgspec.structs.replace(news, head=head.version if head else 0, counts=counts, joined=joined)
 

@@ -10,16 +10,10 @@ _WINDOW = 16
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups by where they are: numbered, done with, being sampled."""
+    """Groups by where they are: being sampled; on the stream, where the trainer has them or can have them."""
 
-    started: int = 0
-    finished: int = 0
     leased: int = 0
-
-    @property
-    def delivered(self) -> int:
-        """Groups that the trainer has, or can have, and is not done with."""
-        return max(0, self.started - self.finished - self.leased)
+    delivered: int = 0
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,19 +21,39 @@ from lorabridge.bridge.trajectory import Group
 
 _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)\n"
 
-# KEYS: groups, leases, holders, attempts, failures. ARGV: ahead, lease ms, worker.
-# An expired lease goes first; else a new number, if started - finished < ahead. {number, attempt, now, failures} or
-# false.
+# KEYS: groups, leases, holders, attempts, failures, trajectories.
+# ARGV: ahead, lease ms, worker, trainer's group, floor.
+# An expired lease goes first; else a new number, not below the floor, if fewer than ahead groups are open: leased, or
+# on the stream and not finished. That is counted anew each time: a server that comes back older knows what it has, and
+# not what was done with it meanwhile. {number, attempt, now, failures} or false.
 _CLAIM = (
     _NOW
     + """
+local function named(flat)
+  local fields = {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
+local function unfinished()
+  if redis.call('EXISTS', KEYS[6]) == 0 then return 0 end
+  for _, flat in ipairs(redis.call('XINFO', 'GROUPS', KEYS[6])) do
+    local group = named(flat)
+    if group['name'] == ARGV[4] then
+      local lag = tonumber(group['lag'] or nil)
+      if not lag then
+        lag = #redis.call('XRANGE', KEYS[6], '(' .. group['last-delivered-id'], '+', 'COUNT', ARGV[1])
+      end
+      return group['pending'] + lag
+    end
+  end
+  return redis.call('XLEN', KEYS[6])
+end
 local number = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
 if not number then
-  local started = tonumber(redis.call('HGET', KEYS[1], 'started') or '0')
-  local finished = tonumber(redis.call('HGET', KEYS[1], 'finished') or '0')
-  if started - finished >= tonumber(ARGV[1]) then return false end
-  number = tostring(started)
-  redis.call('HINCRBY', KEYS[1], 'started', 1)
+  if redis.call('ZCARD', KEYS[2]) + unfinished() >= tonumber(ARGV[1]) then return false end
+  local started = math.max(tonumber(redis.call('HGET', KEYS[1], 'started') or '0'), tonumber(ARGV[5]))
+  number = string.format('%d', started)
+  redis.call('HSET', KEYS[1], 'started', string.format('%d', started + 1))
 end
 local attempt = redis.call('HINCRBY', KEYS[4], number, 1)
 redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), number)
@@ -77,24 +97,21 @@ return 1
 """
 )
 
-# KEYS: leases, holders, attempts, failures, groups. ARGV: number, holder. Gives a group up for good: it counts as
-# finished.
+# KEYS: leases, holders, attempts, failures. ARGV: number, holder. Gives a group up for good.
 _ABANDON = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[4], ARGV[1])
-redis.call('HINCRBY', KEYS[5], 'finished', 1)
 return 1
 """
 
-# KEYS: trajectories, groups. ARGV: consumer group, ids. XACK says which were still pending; only those count.
-_FINISH = """
-local acknowledged = 0
-for i = 2, #ARGV do acknowledged = acknowledged + redis.call('XACK', KEYS[1], ARGV[1], ARGV[i]) end
-if acknowledged > 0 then redis.call('HINCRBY', KEYS[2], 'finished', acknowledged) end
-return acknowledged
+# KEYS: groups. ARGV: floor. No number below it is begun from now on.
+_RAISE = """
+if tonumber(redis.call('HGET', KEYS[1], 'started') or '0') >= tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'started', ARGV[1])
+return 1
 """
 
 
@@ -116,11 +133,15 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupQueue:
-    """A worker's side: claim to deliver, release or abandon. ``ahead`` groups may be started and not yet finished."""
+    """A worker's side: claim to deliver, release or abandon. ``ahead`` groups may be started and not yet finished.
+
+    It claims no number below one that it has claimed before: a server that lost its memory would hand it out again.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, keys: Keys, worker: str, ahead: int, lease_s: float) -> None:
         self._keys, self._worker = keys, worker
         self.ahead, self._lease_ms = ahead, round(lease_s * 1000)
+        self._floor = 0
         self._claim = client.register_script(_CLAIM)
         self._deliver = client.register_script(_DELIVER)
         self._renew = client.register_script(_RENEW)
@@ -131,11 +152,13 @@ class GroupQueue:
         """The next group to sample, or None while enough groups are under way."""
         k = self._keys
         reply = await self._claim(
-            [k.groups, k.leases, k.holders, k.attempts, k.failures], [self.ahead, self._lease_ms, self._worker]
+            [k.groups, k.leases, k.holders, k.attempts, k.failures, k.trajectories],
+            [self.ahead, self._lease_ms, self._worker, TRAINER_GROUP, self._floor],
         )
         if reply is None:
             return None
         number, attempt, now, failures = reply
+        self._floor = max(self._floor, number + 1)
         return Claim(number=number, attempt=attempt, worker=self._worker, at_ms=now, failures=failures)
 
     async def deliver(self, claim: Claim, group: Group) -> bool:
@@ -159,9 +182,9 @@ class GroupQueue:
         await self._release([k.leases, k.holders, k.failures], [claim.number, claim.holder, int(failed)])
 
     async def abandon(self, claim: Claim) -> None:
-        """Give the group up: it counts as finished and is not tried again."""
+        """Give the group up: it is not tried again, and another may be begun."""
         k = self._keys
-        await self._abandon([k.leases, k.holders, k.attempts, k.failures, k.groups], [claim.number, claim.holder])
+        await self._abandon([k.leases, k.holders, k.attempts, k.failures], [claim.number, claim.holder])
 
 
 class GroupReader:
@@ -171,15 +194,16 @@ class GroupReader:
         client: of Redis. One thread may read while another finishes.
         keys: of the run.
         consumer: who reads; a trainer that comes back under the same name is given what it had not finished.
-        on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it is acknowledged, and
-            what a worker sent counts as finished.
+        on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it is acknowledged.
+        on_forgotten: told when the server does not know us any more: it has lost its memory.
     """
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, consumer: str, on_unreadable: Callable[[str, CodecError], None]
+        self, client: redis.Redis, keys: Keys, consumer: str, on_unreadable: Callable[[str, CodecError], None],
+        on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._client, self._keys, self._consumer, self._on_unreadable = client, keys, consumer, on_unreadable
-        self._finish = client.register_script(_FINISH)
+        self._client, self._keys, self._consumer = client, keys, consumer
+        self._on_unreadable, self._on_forgotten = on_unreadable, on_forgotten
         self._given: set[str] = set()  # handed out by read and not finished
         self._backlog = "0"  # what was delivered to us and not finished, from before we started
         # Held while the backlog is read, and while entries are finished: an answer that still lists an entry must not
@@ -213,19 +237,23 @@ class GroupReader:
             try:
                 return entry, decode_group(fields)
             except CodecError as error:
-                if BODY in fields:
-                    self.finish([entry])
-                else:
-                    self.finish([], [entry])  # no worker sent it, so no group was begun for it
+                self.finish([entry])
                 self._on_unreadable(entry, error)
 
     def _next(self, block_ms: int) -> tuple[str, dict[bytes, bytes] | None] | None:
         """The next entry, now counted as given; without fields if there is nothing to do with it. None: no more."""
         stream, backlog = self._keys.trajectories, self._backlog
-        reply = cast(
-            Reply,
-            self._client.xreadgroup(TRAINER_GROUP, self._consumer, {stream: backlog}, count=1, block=block_ms),
-        )
+        try:
+            reply = cast(
+                Reply,
+                self._client.xreadgroup(TRAINER_GROUP, self._consumer, {stream: backlog}, count=1, block=block_ms),
+            )
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            ensure_group(self._client, stream, TRAINER_GROUP)
+            self._on_forgotten()
+            return None
         entries = reply[0][1] if reply else []
         if not entries:
             return None
@@ -240,22 +268,15 @@ class GroupReader:
         self._given.add(entry)
         return entry, fields
 
-    def finish(self, entries: Sequence[str], repeated: Sequence[str] = ()) -> int:
-        """Acknowledge entries and count their groups as finished; how many were not so before. Idempotent.
-
-        ``repeated`` are entries that no group was begun for, such as another of the same group: they are acknowledged
-        and count for nothing.
-        """
+    def finish(self, entries: Sequence[str]) -> int:
+        """Acknowledge entries; how many were not so before. Idempotent."""
         with self._lock:
-            if repeated:
-                self._client.xack(self._keys.trajectories, TRAINER_GROUP, *repeated)
-                self._given.difference_update(repeated)
             return self._acknowledge(entries) if entries else 0
 
     def _acknowledge(self, entries: Sequence[str]) -> int:
-        finished = int(self._finish([self._keys.trajectories, self._keys.groups], [TRAINER_GROUP, *entries]))
+        acknowledged = int(self._client.xack(self._keys.trajectories, TRAINER_GROUP, *entries))
         self._given.difference_update(entries)
-        return finished
+        return acknowledged
 
     def _pending(self) -> int:
         """How many entries the server counts as given to us and not finished."""
@@ -266,6 +287,24 @@ class GroupReader:
             ),
         )
         return len(pending)
+
+
+def raise_floor(client: redis.Redis, keys: Keys, floor: int) -> bool:
+    """Begin no group below number ``floor`` from now on; whether the server would have.
+
+    It would if it came back older than who knows of these groups: their trajectories' ids would be used again.
+    """
+    return bool(client.eval(_RAISE, 1, keys.groups, str(floor)))
+
+
+def unfinished(client: redis.Redis, keys: Keys) -> int:
+    """Groups on the stream that the trainer has not finished."""
+    if not client.exists(keys.trajectories):
+        return 0
+    for group in client.xinfo_groups(keys.trajectories):
+        if group["name"] == TRAINER_GROUP.encode():
+            return int(group["pending"]) + int(group.get("lag") or 0)
+    return int(client.xlen(keys.trajectories))
 
 
 def ensure_group(client: redis.Redis, stream: str, group: str) -> None:

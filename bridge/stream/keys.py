@@ -8,7 +8,7 @@ key                     type      what
 ``...:announce``        stream    ``body``: Manifest; one entry per version that moved the head
 ``...:trajectories``    stream    ``body``: Group; groups ``trainer`` and ``ledger`` read it
 ``...:events``          stream    ``body``: Event
-``...:groups``          hash      ``started``, ``finished``: counts that bound how far rollouts run ahead
+``...:groups``          hash      ``started``: the number of the next group
 ``...:leases``          zset      group number -> when its lease ends, ms on the server's clock
 ``...:holders``         hash      group number -> ``<attempt>:<worker>``, the holder of its lease
 ``...:attempts``        hash      group number -> how often it was claimed

@@ -34,6 +34,7 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             control_port=free_port(),
             max_model_len=1024,
             max_num_seqs=32,
+            threads=1,
             max_loras=16,
             kv_cache_gib=1,
         ),
@@ -63,7 +64,7 @@ def tampered(server: Server, base: Path, order: Path, tmp_path_factory: pytest.T
         model=ModelSection(path=str(base)),
         policy=PolicySection(name="pair", rank=RANK),
         generators=GeneratorsSection(
-            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, max_loras=2,
+            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, threads=1, max_loras=2,
             kv_cache_gib=1, token_file=server.settings.token_file, args=("--worker-extension-cls", WORKER),
         ),
     )  # fmt: skip

@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lorabridge.bridge.adapter import Adapter, largest_rank, module_names
 from lorabridge.bridge.base_shapes import base_shapes
@@ -55,10 +61,10 @@ def make_base(folder: Path, hidden: int = 128) -> Path:
     return folder
 
 
-def make_adapter(base: Path, seed: int) -> Adapter:
+def make_adapter(base: Path, seed: int, rank: int = RANK) -> Adapter:
     """A random adapter on every linear layer, strong enough that a wrong one shows in every token."""
-    model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=64, target_modules=list(TARGETS), init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=8 * rank, target_modules=list(TARGETS), init_lora_weights=False)
     torch.manual_seed(seed)
     tensors = gather(get_peft_model(model, config), "default", main=True)
     assert tensors is not None
@@ -86,7 +92,8 @@ def commit_next(
     store: Store, base: Path, policy: str, adapter: Adapter, epoch: int, canary: Canary | None = None
 ) -> Manifest:  # fmt: skip
     """Put an adapter into the store as a policy's next version."""
-    header = check_adapter(adapter, RANK, base_shapes(base))
+    rank = largest_rank(parse_config(adapter.config))
+    header = check_adapter(adapter, rank, base_shapes(base))
     newest = store.newest(policy)
     version = newest.version + 1 if newest else 1
     manifest = Manifest(
@@ -95,7 +102,7 @@ def commit_next(
         digest=store.put(adapter),
         parent=newest.digest if newest else None,
         base=fingerprint(base),
-        rank=largest_rank(parse_config(adapter.config)),
+        rank=rank,
         targets=module_names(header),
         dtype="F32",
         step=version - 1,

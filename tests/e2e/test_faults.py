@@ -56,7 +56,12 @@ FAULTS: dict[str, tuple[Fault, str, str, str]] = {
         "head",
         "1 behind .* held something else",
     ),
-    "an adapter is loaded twice over": ("twice", "could not be put back", "quarantine", "held something else"),
+    "an adapter is loaded twice over": (
+        "twice",
+        "could not be put back",
+        "head",
+        "does not serve .* held something else",
+    ),
     "the slot is emptied": ("emptied", "has changed since it was proven", "slots", "has changed since"),
     "another policy's adapter sits in the slot": ("another's", "has changed since it was proven", "slots", "changed"),
 }

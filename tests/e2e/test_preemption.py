@@ -58,7 +58,7 @@ def tight(base: Path, web: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         model=ModelSection(path=str(base)),
         policy=PolicySection(name="pair", rank=RANK),
         generators=GeneratorsSection(
-            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, max_loras=2,
+            port=free_port(), control_port=free_port(), max_model_len=1024, max_num_seqs=32, threads=1, max_loras=2,
             args=("--num-gpu-blocks-override", str(BLOCKS)),
         ),
     )  # fmt: skip

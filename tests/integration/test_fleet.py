@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from lorabridge.bridge.errors import (
 )
 from lorabridge.bridge.events import Judged
 from lorabridge.bridge.residency import Served
+from tests.groups import finish_all
 from tests.workers import Bench, FakeGenerator, until
 
 
@@ -51,7 +52,7 @@ async def test_while_samples_in_flight_leave_no_slot_it_goes_on_with_what_is_ser
         bench.generator.busy = True
         second = bench.publish(2)
         await until(lambda: len(bench.generator.fences) > tries + 3)
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.groups()) > 3)
         bench.generator.busy = False
         await until(lambda: bench.generator.serves == 2)
@@ -68,7 +69,7 @@ async def test_a_sample_of_a_pinned_policy_is_of_the_adapter_that_the_server_nam
         await until(lambda: len(bench.groups()) == 3)
         second = bench.publish(2)
         await until(lambda: bench.generator.serves == 2)
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.groups()) == 6)
     of = [{span.digest for t in group.trajectories for span in t.spans} for group in bench.groups()]
     assert (of[0], of[-1]) == ({first.digest}, {second.digest})
@@ -101,7 +102,7 @@ async def test_with_a_failed_swap_it_goes_on_sampling_from_what_is_served(bench:
         bench.publish(2)
         before = len(bench.groups())
         await until(lambda: len(bench.quarantines()) == 1)
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.groups()) > max(before, 3))
     assert {span.digest for group in bench.groups() for t in group.trajectories for span in t.spans} == {first.digest}
 
@@ -136,7 +137,7 @@ async def test_a_generator_that_restarts_is_trusted_again_only_after_it_has_the_
     async with bench.working():
         await until(lambda: len(bench.groups()) == 3)
         bench.generator.restart("j")
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.groups()) == 6)
     later = bench.groups()[3:]
     assert {t.instance for group in later for t in group.trajectories} == {"j"}
@@ -149,12 +150,11 @@ async def test_groups_are_not_given_up_while_their_generator_is_away(bench: Benc
     async with bench.working():
         await until(lambda: len(bench.groups()) == 3)
         bench.generator.away = GeneratorUnreachable("gone", action="Wait")
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.quarantines()) == 1)
         bench.generator.away = None
         await until(lambda: len(bench.groups()) == 6)
     assert sorted(group.group for group in bench.groups()) == list(range(6))
-    assert int(cast(bytes, bench.client.hget(bench.keys.groups, "finished"))) == 3
 
 
 async def test_the_other_generator_goes_on_when_one_is_gone(bench: Bench) -> None:
@@ -166,7 +166,7 @@ async def test_the_other_generator_goes_on_when_one_is_gone(bench: Bench) -> Non
         assert {t.generator for g in bench.groups() for t in g.trajectories} == {"http://generator", "http://other"}
         bench.generator.away = GeneratorUnreachable("gone", action="Wait")
         bench.publish(2)
-        bench.client.hset(bench.keys.groups, "finished", 4)
+        finish_all(bench.client, bench.keys)
         await until(lambda: len(bench.groups()) == 8)
     later = [t for group in bench.groups()[4:] for t in group.trajectories]
     assert {t.generator for t in later} == {"http://other"}
@@ -250,5 +250,5 @@ async def test_a_canary_that_nobody_came_to_is_made_up_for_and_one_that_was_judg
         async with bench.working(name):
             await until(lambda: len(bench.generator.judgements) == 1)
             await until(lambda: len(bench.groups()) == 3 * turn)  # noqa: B023
-        bench.client.hset(bench.keys.groups, "finished", 3)
+        finish_all(bench.client, bench.keys)
     assert len(bench.generator.judgements) == 1

@@ -16,6 +16,7 @@ from lorabridge.bridge.errors import (
 from lorabridge.bridge.events import Quarantine
 from lorabridge.bridge.residency import EngineSpan
 from lorabridge.rollout.generator import Completion
+from tests.groups import counts
 from tests.workers import Bench, until
 
 
@@ -103,7 +104,7 @@ async def test_a_prompt_that_cannot_be_sampled_is_given_up_at_once_and_the_rest_
     bench.publish(1)
     async with bench.working():
         await until(lambda: bool(bench.groups()) and bool(bench.quarantines()))
-        await until(lambda: bench.client.hget(bench.keys.groups, "finished") is not None)
+        await until(lambda: counts(bench.client, bench.keys)[0] > 2)
     assert "64 tokens" in bench.quarantines()[0].reason
     assert bench.groups()[0].trajectories[0].turns[0].prompt_ids == (97, 98)
 
@@ -181,7 +182,7 @@ async def test_an_attempt_that_takes_too_long_is_counted_and_at_last_given_up(
     bench.publish(1)
     bench.generator.hold.clear()
     async with bench.working():
-        await until(lambda: bench.client.hget(bench.keys.groups, "finished") is not None)
+        await until(lambda: counts(bench.client, bench.keys)[0] > 1)
     assert "not done within 0.05 s" in bench.quarantines()[0].reason
     assert len(bench.quarantines()) >= 5
     assert bench.groups() == []

@@ -2,7 +2,7 @@
 
 from lorabridge.bridge.events import Consumed, Dropped, Event, Happening, Published, Quarantine, Resident
 from lorabridge.bridge.residency import Residency, Served
-from lorabridge.bridge.run.news import Counts, News, Rates
+from lorabridge.bridge.run.news import News, Rates
 
 
 def heard(*happenings: Happening, policy: str = "sort") -> News:
@@ -61,8 +61,3 @@ def test_another_policy_is_no_news() -> None:
         Published(policy="other", version=3, digest="sha256:" + "0" * 64, step=2, phases_ms={}),
     )
     assert heard(*others) == News(policy="sort")
-
-
-def test_groups_that_are_neither_sampled_nor_done_are_with_the_trainer() -> None:
-    assert Counts(started=10, finished=3, leased=5).delivered == 2
-    assert Counts(started=3, finished=3, leased=1).delivered == 0

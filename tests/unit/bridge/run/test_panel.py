@@ -20,7 +20,7 @@ GOING = msgspec.structs.replace(
     healthy=True,
     news=News(
         policy="sort", joined=True, head=35, serves={"a": 34}, steps=34, rewards=(0.5, 0.75), lags=(0.0, 2.25),
-        lag_max=6, recent=((0, 64, 1000), (1000, 64, 1500)), counts=Counts(started=300, finished=272, leased=26),
+        lag_max=6, recent=((0, 64, 1000), (1000, 64, 1500)), counts=Counts(leased=26, delivered=2),
     ),
 )  # fmt: skip
 
@@ -38,7 +38,7 @@ def with_news(view: View, **values: object) -> View:
         (with_news(GOING, head=0), "the trainer to publish version 1"),
         (with_news(GOING, head=1, serves={}), "the worker to have version 1 served"),
         (GOING, "rollouts: 2 of 8 groups of step 35"),
-        (with_news(GOING, counts=Counts(started=300, finished=272, leased=10)), "the trainer to take step 35"),
+        (with_news(GOING, counts=Counts(leased=10, delivered=18)), "the trainer to take step 35"),
         (with_news(GOING, steps=60), "the trainer to finish"),
         (msgspec.structs.replace(GOING, trouble="gone"), "Redis, trying again: gone"),
         (msgspec.structs.replace(GOING, stage="the audit"), "the audit"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from lorabridge.bridge.errors import ConfigError
 from lorabridge.bridge.manifest import check_policy_name
@@ -23,6 +23,16 @@ class Section(BaseModel):
     """A table of the configuration: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _is_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if value and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"{value!r} is not host:port")
+    return value
+
+
+StatusAddress = Annotated[str, AfterValidator(_is_address)]
 
 
 class RunSection(Section):
@@ -107,6 +117,7 @@ class TrainerSection(Section):
     learning_rate: float = Field(1e-5, gt=0)
     threads: int = Field(0, ge=0, description="torch threads per process; 0 leaves torch's choice")
     report_to: tuple[str, ...] = ()
+    status: StatusAddress = Field("", description="host:port that answers /livez and /readyz; empty: nothing does")
     extra: dict[str, Any] = Field(default_factory=dict, description="further AsyncGRPOConfig arguments")
 
     @field_validator("extra")
@@ -134,6 +145,7 @@ class RolloutSection(Section):
         0, ge=0, description="groups that may be started and not yet finished; 0: one step's worth more than the least"
     )
     group_timeout_s: float = Field(120, gt=0, description="an attempt at a group is ended after that, and counted")
+    status: StatusAddress = Field("", description="host:port that answers /livez and /readyz; empty: nothing does")
 
     @property
     def sampling(self) -> Sampling:
@@ -225,6 +237,7 @@ class LedgerSection(Section):
     dir: Path | None = Field(None, description="None is <run.dir>/ledger")
     flush_s: float = Field(2, gt=0)
     flush_entries: int = Field(512, ge=1)
+    status: StatusAddress = Field("", description="host:port that answers /livez and /readyz; empty: nothing does")
 
 
 def _as_value_error(check: Callable[[str], str], value: str) -> str:

@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, check_base, check_joins, resolve_run
 from lorabridge.bridge.sections import GeneratorsSection
 from lorabridge.bridge.settings import Settings
+from lorabridge.bridge.status import Status, answering
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, connect_async, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupQueue
@@ -41,6 +42,7 @@ log = logging.getLogger("lorabridge.worker")
 _LOGPROBS_MODE = "processed_logprobs"
 _OUTAGE_S = 2.0
 _LEASE_S = 15.0
+_BEATS_S = 30.0
 
 
 def doors(section: GeneratorsSection) -> list[tuple[str, str]]:
@@ -108,30 +110,31 @@ async def work(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     impatient = settings.redis.model_copy(update={"outage_s": _OUTAGE_S})
-    with errors(settings.redis):
+    async with AsyncExitStack() as stack:
+        status = await stack.enter_async_context(_status(settings.rollout.status))
+        stack.enter_context(errors(settings.redis))
         client = connect(impatient)
         run = await wait_for_run(client, keys, stopping)
         if run is None:
             return
         check_joins(run, mine)
         connections = settings.rollout.concurrency * settings.rollout.num_generations
-        async with AsyncExitStack() as stack:
-            generators = [
-                await stack.enter_async_context(Generator(url, control, token, connections))
-                for url, control in doors(settings.generators)
-            ]
-            asynchronous = await stack.enter_async_context(connect_async(settings.redis, stopping.is_set))
-            worker = _worker(settings, run, environment, folder, generators, client, asynchronous)
-            stop = asyncio.create_task(_stop_when(stopping, worker))
-            try:
-                await worker.run()
-            finally:
-                stop.cancel()
+        generators = [
+            await stack.enter_async_context(Generator(url, control, token, connections))
+            for url, control in doors(settings.generators)
+        ]
+        asynchronous = await stack.enter_async_context(connect_async(settings.redis, stopping.is_set))
+        worker = _worker(settings, run, environment, folder, generators, client, asynchronous, status)
+        stop = asyncio.create_task(_stop_when(stopping, worker))
+        try:
+            await worker.run()
+        finally:
+            stop.cancel()
 
 
 def _worker(
     settings: Settings, run: RunRecord, environment: Environment, folder: Path, generators: Sequence[Generator],
-    client: redis.Redis, asynchronous: redis.asyncio.Redis,
+    client: redis.Redis, asynchronous: redis.asyncio.Redis, status: Status,
 ) -> Worker:  # fmt: skip
     from transformers import AutoTokenizer
 
@@ -165,6 +168,7 @@ def _worker(
         start_s=settings.generators.start_s,
         reconcile=reconcile,
         now_ms=clock,
+        status=status,
     )
     worker.members = [
         Member(
@@ -180,6 +184,25 @@ def _worker(
     ]
     log.info("worker %s samples %s from %s", name, run.policy, ", ".join(each.url for each in generators))
     return worker
+
+
+@asynccontextmanager
+async def _status(address: str) -> AsyncIterator[Status]:
+    """A status that beats while this loop turns; what waits for Redis or a generator does not hold it."""
+    status = Status(_BEATS_S)
+    status.ready("the trainer to publish the run")
+
+    async def beat() -> None:
+        while True:
+            status.beat()
+            await asyncio.sleep(1)
+
+    with answering(address, status):
+        beating = asyncio.create_task(beat())
+        try:
+            yield status
+        finally:
+            beating.cancel()
 
 
 async def _stop_when(stopping: asyncio.Event, worker: Worker) -> None:

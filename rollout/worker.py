@@ -24,6 +24,7 @@ from lorabridge.bridge.errors import RolloutsFailed, StreamUnreachable
 from lorabridge.bridge.events import Happening, Quarantine, event_fields
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.run_record import RunRecord, check_joins
+from lorabridge.bridge.status import Status
 from lorabridge.bridge.stream.groups import Claim, GroupQueue
 from lorabridge.bridge.stream.head import decode_announcement
 from lorabridge.bridge.stream.keys import Keys, Reply
@@ -50,6 +51,7 @@ class Worker:
         reconcile: makes Redis's head the store's, and returns the store's newest manifest and the run as it is on
             record now; runs in a thread.
         now_ms: the stream's clock.
+        status: told whether there is a generator to sample from.
 
     Attributes:
         members: the fleet; to be set before ``run``.
@@ -58,11 +60,11 @@ class Worker:
     def __init__(
         self, *, name: str, run: RunRecord, client: redis.asyncio.Redis, keys: Keys, queue: GroupQueue,
         sampler: Sampler, timeout_s: float, renew_s: float, start_s: float,
-        reconcile: Callable[[], tuple[Manifest | None, RunRecord | None]], now_ms: Callable[[], int],
+        reconcile: Callable[[], tuple[Manifest | None, RunRecord | None]], now_ms: Callable[[], int], status: Status,
     ) -> None:  # fmt: skip
         self._name, self._run, self._client, self._keys, self._queue = name, run, client, keys, queue
         self._sampler, self._timeout_s, self._renew_s, self._start_s = sampler, timeout_s, renew_s, start_s
-        self._reconcile, self._now_ms = reconcile, now_ms
+        self._reconcile, self._now_ms, self._status = reconcile, now_ms, status
         self.members: Sequence[Member] = ()
         self._wanted: Manifest | None = None
         self._under_way: set[Claim] = set()
@@ -78,6 +80,8 @@ class Worker:
 
     def changed(self) -> None:
         """A member's load or standing is another."""
+        served = any(member.load.serves for member in self.members)
+        self._status.ready("" if served else "a generator that serves the policy")
         self._changed.set()
 
     async def report(self, happening: Happening) -> None:

@@ -20,6 +20,7 @@ from lorabridge.bridge.errors import (
 from lorabridge.bridge.events import Event, Quarantine, Resident
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.residency import EngineSpan, Residency, Served
+from lorabridge.bridge.status import Status
 from lorabridge.bridge.store import Store
 from lorabridge.bridge.stream.groups import GroupQueue, decode_group
 from lorabridge.bridge.stream.head import move_head, repair_head
@@ -154,6 +155,7 @@ class Bench:
         self.reward = length
         self.rows = [{"prompt": "ab"}]
         self.ahead = 3
+        self.status = Status()
         self.start_s = 60.0
         self.timeout_s = 30.0
         self.lease_s = 60.0
@@ -189,6 +191,7 @@ class Bench:
             start_s=self.start_s,
             reconcile=lambda: (repair_head(self.client, self.keys, self.store, "policy"), self.run),
             now_ms=lambda: 7,
+            status=self.status,
         )
         worker.members = [self._member(worker, generator) for generator in self.generators]
         return worker

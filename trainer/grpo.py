@@ -28,6 +28,7 @@ from lorabridge.bridge.run_record import RunRecord, resolve_run
 from lorabridge.bridge.sections import PolicySection
 from lorabridge.bridge.servable import check_targets
 from lorabridge.bridge.settings import Settings, load
+from lorabridge.bridge.status import Status, answering
 from lorabridge.bridge.store import Store, open_store
 from lorabridge.bridge.store.in_use import Residents
 from lorabridge.bridge.store.retention import Retention
@@ -175,24 +176,27 @@ def train(settings: Settings) -> None:
     peft = LoraConfig(**lora_arguments(settings.policy), task_type="CAUSAL_LM")
     config = plain_config(peft)
     check_config(config, settings.slot_rank)
-    main = _main_rank(settings, folder, config) if int(os.environ.get("RANK", "0")) == 0 else None
-    trainer = BridgeGRPOTrainer(
-        model=str(folder),
-        args=AsyncGRPOConfig(**arguments(settings)),
-        train_dataset=Dataset.from_list([{"prompt": ""}]),  # prompts are the workers' business
-        peft_config=peft,
-        source=main.source if main else None,
-        publisher=main.publisher if main else None,
-        on_consumed=main.consumed if main else None,
-        quorum=main.quorum if main else None,
-    )
-    with errors(settings.redis):
-        try:
-            trainer.train()
-        except BaseException:
-            trainer.abandon()
-            raise
-        trainer.close()
+    leads, status = int(os.environ.get("RANK", "0")) == 0, Status()
+    with answering(settings.trainer.status if leads else "", status):
+        main = _main_rank(settings, folder, config) if leads else None
+        trainer = BridgeGRPOTrainer(
+            model=str(folder),
+            args=AsyncGRPOConfig(**arguments(settings)),
+            train_dataset=Dataset.from_list([{"prompt": ""}]),  # prompts are the workers' business
+            peft_config=peft,
+            source=main.source if main else None,
+            publisher=main.publisher if main else None,
+            on_consumed=main.consumed if main else None,
+            quorum=main.quorum if main else None,
+        )
+        status.ready()
+        with errors(settings.redis):
+            try:
+                trainer.train()
+            except BaseException:
+                trainer.abandon()
+                raise
+            trainer.close()
 
 
 def _main_rank(settings: Settings, folder: Path, config: dict[str, Any]) -> MainRank:

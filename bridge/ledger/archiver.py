@@ -30,6 +30,7 @@ from lorabridge.bridge.errors import BridgeError, LedgerError, LedgerTaken
 from lorabridge.bridge.ledger import tables
 from lorabridge.bridge.ledger.commits import COMMITS, Commit, LedgerFile, Log, Stretch, append, read_log, sha256
 from lorabridge.bridge.ledger.lease import Lease, Survey
+from lorabridge.bridge.status import Status
 from lorabridge.bridge.store.files import disk_errors, sync_folder, write_synced
 from lorabridge.bridge.stream.connection import now_ms
 from lorabridge.bridge.stream.groups import ensure_group, raise_floor
@@ -88,11 +89,13 @@ class Archiver:
         lease_s: how long a dead archiver keeps the next one waiting.
         listen_s: how long announcements and events stay for those who listen without a consumer group.
         clock: seconds, monotonic.
+        status: told when it has the ledger.
     """
 
     def __init__(
         self, client: redis.Redis, keys: Keys, ledger: Path, *, flush_entries: int, flush_s: float,
         lease_s: float = LEASE_S, listen_s: float = LISTEN_S, clock: Callable[[], float] = time.monotonic,
+        status: Status | None = None,
     ) -> None:  # fmt: skip
         self._client, self._keys, self._ledger = client, keys, ledger
         self._flush_entries, self._flush_s, self._clock = flush_entries, flush_s, clock
@@ -101,6 +104,7 @@ class Archiver:
         self._lease = Lease(client, keys, lease_s)
         self._names = {key.encode(): stream for stream, key in keys.streams.items()}
         self._chain = Log()
+        self._status = status or Status()
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Archive until ``stop`` says so, then what the streams still hold.
@@ -112,6 +116,7 @@ class Archiver:
             DiskFull: nothing of the failed commit counts; it is read again at the next start.
         """
         _prepare(self._ledger)
+        self._status.ready("the ledger, which another archiver may have")
         if not self._lease.take(read_log(self._ledger).fence, stop):
             return
         try:
@@ -140,6 +145,7 @@ class Archiver:
             ensure_group(self._client, key, LEDGER_GROUP)
         self._raise_floor(_last_group(self._ledger, [file for commit in self._chain.commits for file in commit.files]))
         self._trim(self._acknowledge())
+        self._status.ready()
         _log.info("archiver %d continues %s at commit %d", self._lease.number, self._ledger, self._chain.sequence)
 
     def _gather(self, stop: Callable[[], bool]) -> Batch:

@@ -40,6 +40,7 @@ def archiver(config: options.Config = None, overrides: options.Overrides = None)
 
     from lorabridge.bridge.ledger.archiver import Archiver
     from lorabridge.bridge.settings import load
+    from lorabridge.bridge.status import Status, answering
     from lorabridge.bridge.stream.connection import connect, errors
     from lorabridge.bridge.stream.keys import Keys
 
@@ -49,13 +50,15 @@ def archiver(config: options.Config = None, overrides: options.Overrides = None)
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())
     section = settings.ledger
-    with errors(settings.redis):
+    status = Status()
+    with answering(section.status, status), errors(settings.redis):
         Archiver(
             connect(settings.redis),
             Keys(settings.run.id),
             settings.ledger_dir,
             flush_entries=section.flush_entries,
             flush_s=section.flush_s,
+            status=status,
         ).run(stop.is_set)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -37,6 +38,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         samples_per_s, tokens_per_s: trained between the first step and the last.
         publish_blocked_ms_p50: how long a publish held the training thread.
         publish_to_serving_ms_p50: from a version's manifest to the first generator that served it.
+        publish_to_serving_ms_p50_by_generator: the same for each generator; versions that it skipped have no part.
         wall_s: of the whole run.
     """
 
@@ -63,6 +65,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None
     publish_blocked_ms_p50: float | None
     publish_to_serving_ms_p50: float | None
+    publish_to_serving_ms_p50_by_generator: dict[str, float]
     wall_s: float
 
 
@@ -83,6 +86,7 @@ def summarise(
     published = [one.phases_ms for _, one in _of(Published, events) if one.policy == policy]
     dropped = {id for _, event in _of(Dropped, events) if event.policy == policy for id in event.trajectories}
     samples_per_s, tokens_per_s = speed(steps)
+    serving = publish_to_serving(manifests, events, policy)
     fifth = max(1, len(steps) // 5)
     return Summary(
         run=run,
@@ -107,7 +111,11 @@ def summarise(
         samples_per_s=samples_per_s,
         tokens_per_s=tokens_per_s,
         publish_blocked_ms_p50=_p50([phases["blocked"] for phases in published if "blocked" in phases]),
-        publish_to_serving_ms_p50=_p50(publish_to_serving(manifests, events, policy)),
+        publish_to_serving_ms_p50=_p50([min(times.values()) for times in serving]),
+        publish_to_serving_ms_p50_by_generator={
+            name: median(times[name] for times in serving if name in times)
+            for name in sorted({name for times in serving for name in times})
+        },
         wall_s=wall_s,
     )
 
@@ -137,18 +145,20 @@ def speed(steps: Sequence[tuple[int, Consumed]]) -> tuple[float | None, float | 
     return sum(len(step.trajectories) for step in later) / seconds, sum(step.tokens for step in later) / seconds
 
 
-def publish_to_serving(manifests: Iterable[Manifest], events: Iterable[Event], policy: str) -> list[float]:
-    """Milliseconds from each version's manifest to the first epoch that served it; one never served has none."""
-    served: dict[tuple[int, str], int] = {}
+def publish_to_serving(
+    manifests: Iterable[Manifest], events: Iterable[Event], policy: str
+) -> list[dict[str, float]]:  # fmt: skip
+    """By generator, milliseconds from a version's manifest to its first epoch that served it; for each version that
+    was served at all."""
+    served: dict[tuple[int, str], dict[str, int]] = defaultdict(dict)
     for at_ms, event in _of(Resident, events):
         if here := event.residency.serves.get(policy):
-            key = (here.version, here.digest)
-            served[key] = min(at_ms, served.get(key, at_ms))
-    ours = [manifest for manifest in manifests if manifest.policy == policy]
+            times, name = served[here.version, here.digest], event.residency.generator
+            times[name] = min(at_ms, times.get(name, at_ms))
     return [
-        float(served[key] - manifest.created_ms)
-        for manifest in ours
-        if (key := (manifest.version, manifest.digest)) in served
+        {name: float(at_ms - manifest.created_ms) for name, at_ms in times.items()}
+        for manifest in manifests
+        if manifest.policy == policy and (times := served.get((manifest.version, manifest.digest), {}))
     ]
 
 

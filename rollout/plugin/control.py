@@ -71,6 +71,12 @@ class Control:
             return 404, f"no policy {model!r} is served here; the base does not answer for it"
         return None
 
+    @property
+    def ready(self) -> bool:
+        """Whether some policy can be sampled here."""
+        here = self._swapper.instance
+        return here.quarantine is None and bool(here.residency.serves)
+
     @contextmanager
     def sampling(self, policy: str) -> Iterator[str]:
         """A request for a policy that is served, until it has ended; what the engine calls the adapter it gets."""

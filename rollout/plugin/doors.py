@@ -10,7 +10,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, State
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +21,8 @@ from lorabridge.rollout.plugin.control import Control
 from lorabridge.rollout.plugin.swap import Outdated
 from lorabridge.rollout.wire import BEGAN_ON, GENERATE, ScoreRequest, SwapRequest
 
-_ALLOWED = frozenset({("GET", "/health"), ("POST", GENERATE)})
+_READY = "/readyz"
+_ALLOWED = frozenset({("GET", "/health"), ("GET", _READY), ("POST", GENERATE)})
 T = TypeVar("T")
 _MAX_PUBLIC = 64 * 1024 * 1024
 _MAX_CONTROL = 64 * 1024
@@ -30,7 +31,8 @@ _MAX_CONTROL = 64 * 1024
 class PublicDoor:
     """ASGI middleware in front of vLLM's routes: an allowlist, and no request without a served policy (law 8).
 
-    ``state.lorabridge`` is the ``Control`` once the plugin has started; before that only ``/health`` answers.
+    ``state.lorabridge`` is the ``Control`` once the plugin has started; before that only ``/health`` answers, and
+    ``/readyz`` with 503.
     """
 
     def __init__(self, app: ASGIApp, state: State) -> None:
@@ -41,6 +43,8 @@ class PublicDoor:
             return await self._app(scope, receive, send)
         if scope["type"] != "http" or (scope["method"], scope["path"]) not in _ALLOWED:
             return await _refuse(403, "not served on this port")(scope, receive, send)
+        if scope["path"] == _READY:
+            return await self._ready()(scope, receive, send)
         if scope["path"] != GENERATE:
             return await self._app(scope, receive, send)
         body = await read_capped(scope, receive, _MAX_PUBLIC)
@@ -58,6 +62,12 @@ class PublicDoor:
                 return await self._app(scope, _replay(body, receive), send)
             # The scope's content length is no longer the body's; vLLM reads the body that it is given.
             return await self._app(scope, _replay(for_model(body, name), receive), _telling(name, send))
+
+    def _ready(self) -> Response:
+        """For a supervisor or a load balancer: it says no more than whether samples can be had here."""
+        control: Control | None = getattr(self._state, "lorabridge", None)
+        ready = control is not None and control.ready
+        return PlainTextResponse("ready\n" if ready else "serves nothing\n", 200 if ready else 503)
 
 
 def put_outermost(app: Starlette) -> None:

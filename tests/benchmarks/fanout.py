@@ -31,6 +31,7 @@ from lorabridge.bridge import codec
 from lorabridge.bridge.events import Resident, event_fields
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.sections import RedisSection
+from lorabridge.bridge.status import Status
 from lorabridge.bridge.stream.connection import connect, connect_async
 from lorabridge.bridge.stream.embedded import embedded_valkey
 from lorabridge.bridge.stream.head import move_head
@@ -103,7 +104,7 @@ async def our_worker(section: RedisSection, number: int, answered: Answered) -> 
     worker = Worker(
         name=f"worker-{number}", run=make_run_record(), client=connect_async(section), keys=_KEYS["ours"],
         queue=nothing, sampler=nothing, timeout_s=60, renew_s=1, start_s=60, reconcile=nothing,
-        now_ms=lambda: time.time_ns() // 1_000_000,
+        now_ms=lambda: time.time_ns() // 1_000_000, status=Status(),
     )  # fmt: skip
     acknowledger = Acknowledger(worker, answered)
     worker.members = [cast(Any, acknowledger)]

@@ -166,11 +166,18 @@ def test_the_public_door_lets_generation_through_and_nothing_else(
 ) -> None:
     assert ("POST", "/v1/load_lora_adapter") in vllm_routes  # the list is of what could be open
     answered = set()
-    for method, path in [*vllm_routes, ("POST", "/swap"), ("GET", "/state"), ("GET", "/residency"), ("GET", "/")]:
+    for method, path in [
+        *vllm_routes,
+        ("GET", "/readyz"),
+        ("POST", "/swap"),
+        ("GET", "/state"),
+        ("GET", "/residency"),
+        ("GET", "/"),
+    ]:
         reply = httpx.request(method, server.url + path.replace("{", "").replace("}", ""))
         if reply.status_code != 403:
             answered.add((method, path))
-    assert answered == {("GET", "/health"), ("POST", GENERATE)}
+    assert answered == {("GET", "/health"), ("GET", "/readyz"), ("POST", GENERATE)}
 
 
 @pytest.mark.parametrize("path", ["/health", GENERATE, "/v1/models", "/"])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from lorabridge.bridge.errors import (
+    NotServed,
     RolloutsFailed,
     RunMismatch,
 )
@@ -47,6 +48,15 @@ async def test_a_redis_that_lost_the_head_is_repaired_from_the_store_and_followe
     bench.publish(2, announce=False)  # the store has it, Redis never heard or forgot
     async with bench.working():
         await until(lambda: bench.generator.serves == 2)
+
+
+async def test_it_is_ready_while_a_generator_serves_the_policy(bench: Bench) -> None:
+    async with bench.working():
+        assert bench.status.answer("/readyz")[0] == 503
+        bench.publish(1)
+        await until(lambda: bench.status.answer("/readyz") == (200, "ready"))
+        bench.generator.away = NotServed("it is gone", action="Look again")
+        await until(lambda: bench.status.answer("/readyz") == (503, "waits for a generator that serves the policy"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lorabridge.bridge.ledger.archiver import Archiver
 from lorabridge.bridge.ledger.commits import read_log
 from lorabridge.bridge.ledger.lease import Lease
 from lorabridge.bridge.sections import RedisSection
+from lorabridge.bridge.status import Status
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.stream.trim import EntryId
@@ -44,6 +45,25 @@ def test_a_second_archiver_is_told_so(client: redis.Redis, keys: Keys, ledger: P
         ended.set()
         thread.join()
     drain(make_archiver(client, keys, ledger))
+
+
+def test_it_is_ready_once_the_ledger_is_its_own(client: redis.Redis, keys: Keys, ledger: Path) -> None:
+    dead, status, ended = Lease(client, keys, 0.5), Status(), threading.Event()
+    assert dead.take(0, lambda: False)
+    heir = Archiver(client, keys, ledger, flush_entries=512, flush_s=0.1, lease_s=2, status=status)
+    thread = threading.Thread(target=heir.run, args=(ended.is_set,))
+    thread.start()
+    try:
+        answers = {status.answer("/readyz")}
+        while (200, "ready") not in answers:
+            assert thread.is_alive()
+            answers.add(status.answer("/readyz"))
+            time.sleep(0.01)
+        assert (503, "waits for the ledger, which another archiver may have") in answers
+        assert heir._lease.number == 2
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_the_lease_of_a_dead_archiver_runs_out(client: redis.Redis, keys: Keys, ledger: Path) -> None:

@@ -29,9 +29,9 @@ def manifest(version: int, created_ms: int, policy: str = "sort") -> Manifest:
     )  # fmt: skip
 
 
-def resident(version: int, at_ms: int, of: str | None = None) -> Event:
+def resident(version: int, at_ms: int, of: str | None = None, on: str = "g") -> Event:
     residency = Residency(
-        generator="g", instance="i", epoch=version, kv="keep",
+        generator=on, instance="i", epoch=version, kv="keep",
         serves={"sort": Served(version=version, digest=of or digest(version))}, at_ms=0,
     )  # fmt: skip
     return event(at_ms, Resident(residency=residency, swap_ms={}))
@@ -145,7 +145,15 @@ def test_publishes_are_medians() -> None:
 
 def test_serving_begins_with_the_first_epoch_of_these_very_bytes() -> None:
     events = [resident(1, 700), resident(1, 400), resident(1, 150, of=digest(9))]
-    assert publish_to_serving([manifest(1, 100), manifest(2, 100)], events, "sort") == [300.0]
+    assert publish_to_serving([manifest(1, 100), manifest(2, 100)], events, "sort") == [{"g": 300.0}]
+
+
+def test_serving_is_measured_for_each_generator_and_in_all_for_the_first() -> None:
+    manifests = (manifest(1, 100), manifest(2, 200))
+    events = (resident(1, 150), resident(1, 500, on="b"), resident(2, 270, on="b"))
+    found = summary(*events, manifests=manifests)
+    assert found.publish_to_serving_ms_p50 == (50 + 70) / 2
+    assert found.publish_to_serving_ms_p50_by_generator == {"g": 50.0, "b": (400 + 70) / 2}
 
 
 def test_another_policy_is_left_out() -> None:

@@ -129,12 +129,20 @@ async def test_only_the_allowlist_passes(method: str, path: str) -> None:
 
     scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
     await PublicDoor(everything, State())(scope, receive, send)
-    assert answers[0]["status"] == (200 if (method, path) == ("GET", "/health") else 403)
+    assert answers[0]["status"] == {("GET", "/health"): 200, ("GET", "/readyz"): 503}.get((method, path), 403)
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/"])
 def test_health_passes_as_it_is_spelled(path: str, public: TestClient) -> None:
     assert public.get(path).status_code == (200 if path == "/health" else 403)
+
+
+def test_it_is_ready_while_a_policy_can_be_sampled(control: Control, public: TestClient, swapper: FakeSwapper) -> None:
+    assert (public.get("/readyz").status_code, public.get("/readyz").text) == (200, "ready\n")
+    swapper.quarantine = "a slot was emptied"
+    assert (public.get("/readyz").status_code, public.get("/readyz").text) == (503, "serves nothing\n")
+    swapper.quarantine, swapper.residency = None, msgspec.structs.replace(swapper.residency, serves={})
+    assert public.get("/readyz").status_code == 503
 
 
 def test_generation_passes_with_its_body_whole(public: TestClient) -> None:

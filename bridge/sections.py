@@ -180,7 +180,7 @@ class GeneratorsSection(Section):
     max_model_len: int | None = None
     max_num_seqs: int = Field(64, ge=1)
     kv_cache_gib: float = Field(1, gt=0, description="KV cache on a CPU")
-    threads: int = Field(0, ge=0, description="OMP threads on a CPU; 0 leaves vLLM's choice")
+    threads: int = Field(0, ge=0, description="OMP threads on a CPU; 0: vLLM's choice, which starves its doors on two")
     args: tuple[str, ...] = Field((), description="further arguments of vLLM's server")
 
     @field_validator("urls", "control")

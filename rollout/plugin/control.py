@@ -11,6 +11,8 @@ from lorabridge.rollout.plugin.adapters import FileLog
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.wire import EngineFacts, GeneratorState, ScoreRequest, Scores, SwapReply, SwapRequest
 
+_BYTES_PER_TOKEN, _BYTES_BESIDES = 16, 1024 * 1024  # in JSON, generously
+
 Restarts = Callable[[list[str]], Awaitable[list[list[int] | None]]]
 
 
@@ -19,6 +21,7 @@ class Control:
 
     Attributes:
         restarts: for requests that have ended, after how many sampled tokens their KV was computed afresh.
+        max_request_bytes: of a request to sample; one whose prompt fits into the context is shorter.
     """
 
     def __init__(
@@ -26,6 +29,7 @@ class Control:
     ) -> None:  # fmt: skip
         self._swapper, self._log, self._facts, self._running = swapper, log, facts, running
         self.restarts = restarts
+        self.max_request_bytes = _BYTES_BESIDES + _BYTES_PER_TOKEN * facts.max_model_len
 
     def state(self) -> GeneratorState:
         here = self._swapper.instance

@@ -24,7 +24,6 @@ from lorabridge.rollout.wire import BEGAN_ON, GENERATE, ScoreRequest, SwapReques
 _READY = "/readyz"
 _ALLOWED = frozenset({("GET", "/health"), ("GET", _READY), ("POST", GENERATE)})
 T = TypeVar("T")
-_MAX_PUBLIC = 64 * 1024 * 1024
 _MAX_CONTROL = 64 * 1024
 
 
@@ -47,12 +46,13 @@ class PublicDoor:
             return await self._ready()(scope, receive, send)
         if scope["path"] != GENERATE:
             return await self._app(scope, receive, send)
-        body = await read_capped(scope, receive, _MAX_PUBLIC)
-        if body is None:
-            return await _refuse(413, f"a request of more than {_MAX_PUBLIC} bytes")(scope, receive, send)
-        control: Control | None = getattr(self._state, "lorabridge", None)
+        control = self._control
         if control is None:
             return await _refuse(503, "starting")(scope, receive, send)
+        body = await read_capped(scope, receive, control.max_request_bytes)
+        if body is None:
+            why = f"a request of more than {control.max_request_bytes} bytes, which is more than the context holds"
+            return await _refuse(413, why)(scope, receive, send)
         policy = model_of(body)
         refusal = control.refusal(policy)
         if policy is None or refusal is not None:
@@ -63,10 +63,13 @@ class PublicDoor:
             # The scope's content length is no longer the body's; vLLM reads the body that it is given.
             return await self._app(scope, _replay(for_model(body, name), receive), _telling(name, send))
 
+    @property
+    def _control(self) -> Control | None:
+        return getattr(self._state, "lorabridge", None)
+
     def _ready(self) -> Response:
         """For a supervisor or a load balancer: it says no more than whether samples can be had here."""
-        control: Control | None = getattr(self._state, "lorabridge", None)
-        ready = control is not None and control.ready
+        ready = self._control is not None and self._control.ready
         return PlainTextResponse("ready\n" if ready else "serves nothing\n", 200 if ready else 503)
 
 

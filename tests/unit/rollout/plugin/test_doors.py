@@ -208,8 +208,11 @@ def test_before_the_plugin_has_started_nothing_is_generated() -> None:
     assert TestClient(PublicDoor(everything, State())).post(GENERATE, content=b'{"model": "x"}').status_code == 503
 
 
-def test_an_overlong_body_is_refused(public: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "_MAX_PUBLIC", 100)
+def test_a_body_longer_than_the_context_is_refused(public: TestClient, control: Control) -> None:
+    full = {"model": "policy", "token_ids": [4_000_000_000] * FACTS.max_model_len}
+    assert len(msgspec.json.encode(full)) < control.max_request_bytes
+    assert public.post(GENERATE, content=b"x" * (control.max_request_bytes + 1)).status_code == 413
+    control.max_request_bytes = 100
     assert public.post(GENERATE, content=b"x" * 101).status_code == 413
     assert public.post(GENERATE, content=iter([b"x" * 60, b"x" * 60])).status_code == 413
 

@@ -32,6 +32,14 @@ def valkey_binary() -> str:
     return str(get_binary_path())
 
 
+def redis_config(folder: Path, address: str, port: int, password: str) -> str:
+    """What a server reads on stdin: bound to ``address``, its append-only file in ``folder``."""
+    return (
+        f"bind {address}\nport {port}\nrequirepass {password}\n"
+        f"dir {folder}\nsave ''\nappendonly yes\nappendfsync everysec\n"
+    )
+
+
 class RedisServer:
     """A server with its append-only file in ``folder``; it can be killed and started again on the same port."""
 
@@ -42,10 +50,7 @@ class RedisServer:
         password = folder / "password"
         password.touch(mode=0o600)
         password.write_text(secrets.token_urlsafe(32))
-        self._config = (
-            f"bind 127.0.0.1\nport {port}\nrequirepass {password.read_text()}\n"
-            f"dir {folder}\nsave ''\nappendonly yes\nappendfsync everysec\n"
-        )
+        self._config = redis_config(folder, "127.0.0.1", port, password.read_text())
         self.section = RedisSection(url=f"redis://127.0.0.1:{port}/0", password_file=password, connect_s=20)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 def launch(processes: int, arguments: Sequence[str]) -> int:
     """Run ``lorabridge.trainer.grpo`` on ``processes`` ranks of this machine; the first failed rank's exit code, or 0.
 
-    The same as ``torchrun --standalone --nproc-per-node N -m lorabridge.trainer.grpo ...``.
+    The same as ``torchrun --standalone --local-addr localhost --nproc-per-node N -m lorabridge.trainer.grpo ...``.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -26,6 +26,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # ranks meet here, not at what this machine's name resolves to, if it does
         max_restarts=0,
     )
     try:

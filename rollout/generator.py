@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Sequence
 from typing import TypeVar
@@ -33,6 +34,7 @@ from lorabridge.rollout.wire import (
     Scores,
     SwapReply,
     SwapRequest,
+    name_of,
 )
 
 _IDLE_S = 2.0
@@ -86,10 +88,14 @@ class Generator:
         control: control door, ``http://host:port`` or ``unix:PATH``.
         token: of the control door.
         connections: requests to the public door at once.
+
+    Attributes:
+        name: what it is called in Redis and on record (``wire.name_of``).
     """
 
     def __init__(self, url: str, control: str, token: str, connections: int) -> None:
         self.url, self._control_url = url.rstrip("/"), control.rstrip("/")
+        self.name = name_of(self.url, socket.gethostname())
         self._token, self._connections = token, connections
 
     async def __aenter__(self) -> Generator:

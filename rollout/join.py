@@ -175,7 +175,7 @@ def _worker(
             generator=generator,
             policy=run.policy,
             check=partial(check_generator, run, url=generator.url, dtype=settings.model.dtype),
-            lease=Lease(asynchronous, keys.control(generator.url), keys.control_fence(generator.url), name, LEASE_S),
+            lease=Lease(asynchronous, keys.control(generator.name), keys.control_fence(generator.name), name, LEASE_S),
             room=settings.rollout.concurrency,
             report=worker.report,
             changed=worker.changed,

@@ -184,7 +184,7 @@ class Member:
             manifest.canary, manifest.policy, manifest.version, scores.adapter, scores.base, self.facts.dtype
         )
         await self.generator.judged(judgement)
-        await self._report(Judged(generator=self.generator.url, label=scores.label, judgement=judgement))
+        await self._report(Judged(generator=self.generator.name, label=scores.label, judgement=judgement))
         log.info("policy=%s version=%d digest=%s canary=%s error=%.2g floor=%.2g effect=%.2g",
                  *_names(manifest), judgement.verdict, judgement.error, judgement.floor, judgement.effect)  # fmt: skip
         self._suspected = None
@@ -205,7 +205,7 @@ class Member:
         if reason != self._said:
             wanted = self._wanted
             log.warning("%s: %s", self.generator.url, reason)
-            subject = f"{self.generator.url} {wanted.digest}" if wanted else self.generator.url
+            subject = f"{self.generator.name} {wanted.digest}" if wanted else self.generator.name
             if self._met or not isinstance(error, GeneratorUnreachable):  # else it is still coming up
                 await self._report(Quarantine(subject=subject, reason=reason))
             self._said = reason

@@ -83,7 +83,7 @@ class Sampler:
                 run=self._run.run, policy=self._run.policy, group=claim.number, attempt=claim.attempt, index=index,
                 environment=self._run.environment, prompt=_digest(list(prompt)), base=self._run.base.digest,
                 turns=(turn,), sampling=self._run.sampling, seed=self._run.seed,
-                logprobs_mode=source.facts.logprobs_mode, dtype=source.facts.dtype, generator=source.generator.url,
+                logprobs_mode=source.facts.logprobs_mode, dtype=source.facts.dtype, generator=source.generator.name,
                 instance=instance, reward=0.0 if reward is None else reward, rewards=rewarded, advantage=advantage,
                 times_ms=times,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Literal, cast
@@ -19,7 +20,7 @@ from lorabridge.bridge.stream.lease import holder_key
 from lorabridge.bridge.token import control_token
 from lorabridge.rollout.generator import Generator
 from lorabridge.rollout.join import doors
-from lorabridge.rollout.wire import GeneratorState
+from lorabridge.rollout.wire import GeneratorState, name_of
 
 Health = Literal["in", "behind", "empty", "out"]
 
@@ -126,7 +127,7 @@ async def ask(settings: Settings) -> Sequence[tuple[str, GeneratorState | Bridge
 
 def controller(client: redis.Redis, keys: Keys, url: str) -> str:
     """The worker that holds a generator's lease now, '' if none does."""
-    key = keys.control(url)
+    key = keys.control(name_of(url, socket.gethostname()))
     held, holder = cast(list[bytes | None], client.mget([key, holder_key(key)]))
     return (holder or b"?").decode() if held else ""
 

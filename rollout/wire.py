@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -14,6 +16,23 @@ GENERATE = "/inference/v1/generate"
 BEGAN_ON = "lorabridge-digest"
 """Header of an answer from a policy that is pinned: the digest of the adapter that all of it was sampled with."""
 UNIX = "unix:"
+
+
+def name_of(url: str, machine: str) -> str:
+    """What a generator is called in Redis and on record: its public URL, as it is meant on every host of a run.
+
+    A host that says no more than "here" (loopback, or every address) stands for the name of the ``machine``, since
+    servers of two hosts must not have one name.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        address = ip_address(host)
+        here = address.is_loopback or address.is_unspecified
+    except ValueError:
+        here = host in ("", "localhost")
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{machine}{port}" if here else url
 
 
 class SwapRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,7 +44,7 @@ class FakeGenerator:
     """Serves what it is told to; ``spoil`` may change or refuse a completion, ``away`` is what it answers instead."""
 
     def __init__(self, url: str = "http://generator") -> None:
-        self.url = url
+        self.url = self.name = url
         self.fences: list[int] = []
         self.preempted_at: list[int] = []
         self.scores: tuple[Logprobs, Logprobs] = ((), ())
@@ -202,7 +202,7 @@ class Bench:
             generator=generator,
             policy="policy",
             check=lambda state: None,
-            lease=Lease(self.asynchronous, keys.control(generator.url), keys.control_fence(generator.url), "w", 10),
+            lease=Lease(self.asynchronous, keys.control(generator.name), keys.control_fence(generator.name), "w", 10),
             room=2,
             report=worker.report,
             changed=worker.changed,

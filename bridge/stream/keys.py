@@ -15,9 +15,9 @@ key                     type      what
 ``...:failures``        hash      group number -> how many of those attempts failed of the group's own doing
 ``...:archiver``        string    the archiver's lease: a fencing number
 ``...:archiver:fence``  string    counter of those numbers
-``...:control:<url>``   string    the lease of a generator's one controller: a fencing number
-``...:control:<url>:fence``   string  counter of those numbers
-``...:control:<url>:holder``  string  the worker that has it, or had it last
+``...:control:<name>``  string    the lease of a generator's one controller: a fencing number
+``...:control:<name>:fence``   string  counter of those numbers
+``...:control:<name>:holder``  string  the worker that has it, or had it last
 ======================= ========= =========================================================================
 """
 
@@ -80,11 +80,11 @@ class Keys(msgspec.Struct, frozen=True):
     def failures(self) -> str:
         return self._key("failures")
 
-    def control(self, url: str) -> str:
-        return self._key(f"control:{url}")
+    def control(self, generator: str) -> str:
+        return self._key(f"control:{generator}")
 
-    def control_fence(self, url: str) -> str:
-        return self._key(f"control:{url}:fence")
+    def control_fence(self, generator: str) -> str:
+        return self._key(f"control:{generator}:fence")
 
     @property
     def archiver(self) -> str:

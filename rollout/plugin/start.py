@@ -30,7 +30,7 @@ from lorabridge.rollout.plugin.instance import Instance
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
 from lorabridge.rollout.serve import SLOTS_LEFT_EMPTY
-from lorabridge.rollout.wire import UNIX, EngineFacts
+from lorabridge.rollout.wire import UNIX, EngineFacts, name_of
 
 CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
 _OPENERS = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE")
@@ -103,8 +103,8 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
     own = settings.generators
     slots = usable_slots(config.lora_config.max_loras, on_cpu=config.device_config.device_type == "cpu")
     instance = Instance(
-        engine, LocalAdapters(store, folder), log, generator=_url(args), name=name, kv=own.kv,
-        slots=slots,
+        engine, LocalAdapters(store, folder), log, generator=name_of(_url(args), socket.gethostname()), name=name,
+        kv=own.kv, slots=slots,
     )  # fmt: skip
     await instance.begin()
     swapper = Swapper(instance, kv=own.kv, mode=own.swap)
@@ -123,8 +123,8 @@ async def _control(client: Any, args: Namespace, engine: VllmEngine, settings: S
 
 
 def _url(args: Namespace) -> str:
-    """What this generator is called in its records: its public door as this machine's name would reach it."""
-    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else socket.gethostname()
+    """Its public door. vLLM without a ``--host`` listens on every address."""
+    host = args.host or "0.0.0.0"
     return f"http://[{host}]:{args.port}" if ":" in host else f"http://{host}:{args.port}"
 
 

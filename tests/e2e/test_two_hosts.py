@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lorabridge.bridge.events import Consumed
+from lorabridge.bridge.events import Consumed, Resident
 from lorabridge.bridge.ledger.reader import Ledger
 from lorabridge.bridge.sections import (
     GeneratorsSection,
@@ -60,6 +60,8 @@ def test_a_trainer_here_and_a_generator_with_its_worker_there(hosts: tuple[Host,
     for host in hosts:
         shutil.copy(letters.__file__, host.folder)
         host.environment["PYTHONPATH"] = str(host.folder)
+    assert "model" in a.run("ls", a.folder).stdout
+    assert a.run("ls", b.folder).stdout == b.run("ls", a.folder).stdout == ""
     here = ("--config", run / "config.toml")
     there = ("--config", b.folder / "config.toml", "--set", f"model.path={copy}", "--set", f"run.dir={b.folder}/run")
     with services(a, b):
@@ -74,7 +76,7 @@ def test_a_trainer_here_and_a_generator_with_its_worker_there(hosts: tuple[Host,
                 process.terminate()
                 assert process.wait(END_S) == 0, a.logs() + b.logs()
         check_audit(a, run)
-    check_ledger(run)
+    check_ledger(b, run)
     check_secrets(a, b)
 
 
@@ -141,11 +143,16 @@ def check_audit(a: Host, run: Path) -> None:
     assert figures["tokens"] == sum(trajectory.tokens for trajectory in Ledger(run / "ledger").trajectories())
 
 
-def check_ledger(run: Path) -> None:
-    """B's one generator sampled all of it, under several versions, and the trainer trained on it."""
+def check_ledger(b: Host, run: Path) -> None:
+    """B's one generator sampled all of it, under several versions, and the trainer trained on it.
+
+    It is known by its host: on B it is at a loopback address, as another would be on a third host.
+    """
     ledger = Ledger(run / "ledger")
     trajectories = list(ledger.trajectories())
-    assert {t.generator for t in trajectories} == {"http://127.0.0.1:8000"}
+    epochs = [event.happening for event in ledger.events(Resident)]
+    serving = {happening.residency.generator for happening in epochs if isinstance(happening, Resident)}
+    assert {t.generator for t in trajectories} == serving == {f"http://{b.name}:8000"}
     assert len({span.digest for t in trajectories for span in t.spans}) >= 2
     happenings = [event.happening for event in ledger.events(Consumed)]
     trained = [id for happening in happenings if isinstance(happening, Consumed) for id in happening.trajectories]

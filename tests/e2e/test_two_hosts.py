@@ -71,7 +71,12 @@ def test_a_trainer_here_and_a_generator_with_its_worker_there(hosts: tuple[Host,
             a.running("archiver", *lorabridge("archiver", *here)) as archiver,
             b.running("worker", *lorabridge("worker", *there)) as worker,
         ):
-            assert train.wait(TRAIN_S) == 0, a.logs() + b.logs()
+            deadline = time.monotonic() + TRAIN_S
+            while train.poll() is None:
+                others_live = all(process.poll() is None for process in (serve, archiver, worker))
+                assert others_live and time.monotonic() < deadline, a.logs() + b.logs()
+                time.sleep(0.1)
+            assert train.returncode == 0, a.logs() + b.logs()
             for process in (worker, serve, archiver):
                 process.terminate()
                 assert process.wait(END_S) == 0, a.logs() + b.logs()

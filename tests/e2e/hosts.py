@@ -56,7 +56,7 @@ class Host:
 
     @contextmanager
     def running(self, name: str, *arguments: object, stdin: str = "") -> Iterator[subprocess.Popen[str]]:
-        """A process of this host, its output in ``<name>.log``; with the block it ends, and all that it started."""
+        """A process of this host, its output in ``<name>.log``; it ends with the block, if it has not by then."""
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(*arguments), stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
@@ -103,6 +103,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
+            stack.callback(_end_all, host)
         a, b = hosts
         _ip("link", "add", "cable", "netns", a.namespace, "type", "veth", "peer", "name", "cable", "netns", b.namespace)
         for host in hosts:
@@ -112,5 +113,14 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         yield hosts
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _end_all(host: Host) -> None:
+    """Kill what still runs on the host: torchrun's ranks are sessions of their own."""
+    for pid in _ip("netns", "pids", host.namespace).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

@@ -62,6 +62,10 @@ class Process:
             assert time.monotonic() < deadline, f"{what} never came:\n{self.said()}"
             time.sleep(0.02)
 
+    def maps(self) -> bytes:
+        """What it has mapped into memory: how far its imports have come."""
+        return Path(f"/proc/{self.pid}/maps").read_bytes()
+
     def until_it_says(self, words: str) -> None:
         self.until(lambda: words in self.said(), repr(words))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+
+import psutil
 
 from lorabridge.bridge.stopping import SIGNALS
 
@@ -34,8 +36,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # the others are ours
     asked: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -56,4 +58,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the process is on its way out
+        # A signal that came while ranks were being started has torch forget those that it had.
+        for left in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+                left.wait()
     return 0

@@ -63,7 +63,10 @@ def test_one_that_works_writes_what_is_there_and_lets_go_of_the_ledger(run: Run,
         assert not client.exists(run.keys.archiver)
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param((signal.SIGTERM,), marks=pytest.mark.slow), (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)],
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
 def test_one_whose_redis_is_no_more_says_so_and_loses_nothing(
     run: Run, frozen: bool, numbers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at ``fleet --watch`` and at the embedded Valkey."""
+"""Ctrl-C and SIGTERM at ``fleet --watch``, at ``demo`` and at the embedded Valkey."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.processes import ENDED_BY_CTRL_C, ENDED_BY_SIGTERM, Process, lorabrid
 
 pytestmark = pytest.mark.timeout(200)
 
-CODES = [(signal.SIGTERM, ENDED_BY_SIGTERM), (signal.SIGINT, ENDED_BY_CTRL_C)]
+CODES = [pytest.param(signal.SIGTERM, ENDED_BY_SIGTERM, marks=pytest.mark.slow), (signal.SIGINT, ENDED_BY_CTRL_C)]
 
 
 @pytest.mark.parametrize(("number", "code"), CODES, ids=["SIGTERM", "Ctrl-C"])
@@ -44,3 +44,18 @@ def test_an_embedded_valkey_ends_with_its_server(run: Run, frozen: bool) -> None
             server.suspend()
             time.sleep(1)
         assert valkey.end(signal.SIGTERM, signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), CODES, ids=["SIGTERM", "Ctrl-C"])
+def test_a_demo_that_has_only_just_started_ends_at_once(run: Run, number: int, code: int) -> None:
+    with Process(run.folder, "lorabridge.bridge.cli", "demo") as demo:
+        time.sleep(0.3)
+        assert demo.end(number) == code
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
+def test_a_demo_that_makes_its_base_model_stops_that(run: Run, numbers: tuple[int, ...]) -> None:
+    nothing_made_before = {"XDG_CACHE_HOME": str(run.folder / "cache")}
+    with Process(run.folder, "lorabridge.bridge.cli", "demo", environment=nothing_made_before) as demo:
+        demo.until_it_says("the base model to be made")
+        assert demo.end(*numbers) == ENDED_BY_CTRL_C

@@ -32,12 +32,6 @@ def importing(run: Run) -> Process:
     return server
 
 
-def loading(run: Run) -> Process:
-    server = serve(run)
-    server.until_it_says("EngineCore")
-    return server
-
-
 def healthy(run: Run) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{run.settings.generators.port}/health", timeout=2).status_code == 200
@@ -55,9 +49,7 @@ def serving(run: Run) -> Process:
     ("state", "numbers"),
     [
         (importing, (signal.SIGTERM,)),
-        pytest.param(loading, (signal.SIGTERM,), marks=pytest.mark.slow),
-        pytest.param(loading, (signal.SIGINT,), marks=pytest.mark.slow),
-        (serving, (signal.SIGTERM, signal.SIGTERM)),
+        pytest.param(serving, (signal.SIGTERM, signal.SIGTERM), marks=pytest.mark.slow),
         pytest.param(serving, (signal.SIGINT,), marks=pytest.mark.slow),
     ],
 )

@@ -52,14 +52,14 @@ def claimed_next(run: Run) -> list[tuple[int, int]]:
     return asyncio.run(claim())
 
 
-@pytest.mark.parametrize("after_s", [0, 0.1, 0.3, 1])
+@pytest.mark.parametrize("after_s", [0, pytest.param(0.1, marks=pytest.mark.slow), 0.3, 1])
 def test_one_that_has_only_just_started_ends_at_once(run: Run, after_s: float) -> None:
     with lorabridge(run.folder, "worker") as worker:
         time.sleep(after_s)
         assert worker.end() == ENDED_BY_SIGTERM
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1])
+@pytest.mark.parametrize("after_s", [0.3, pytest.param(1, marks=pytest.mark.slow)])
 def test_ctrl_c_while_it_is_still_importing_is_no_traceback(run: Run, after_s: float) -> None:
     with lorabridge(run.folder, "worker") as worker:
         time.sleep(after_s)
@@ -76,7 +76,9 @@ def test_one_that_waits_for_redis_ends_at_once(run: Run, frozen: bool) -> None:
         assert worker.end() == ENDED_BY_SIGTERM
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "numbers", [pytest.param((signal.SIGTERM,), marks=pytest.mark.slow), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)]
+)
 def test_one_that_waits_for_the_run_has_nothing_to_give_back(run: Run, numbers: tuple[int, ...]) -> None:
     run.server.start()
     with lorabridge(run.folder, "worker") as worker:
@@ -130,7 +132,7 @@ def test_one_that_works_gives_back_what_it_has_begun(run: Run, started: ExitStac
     assert claimed_next(run) == [(0, 2), (1, 2)]
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["killed", "frozen"])
 def test_one_whose_generator_is_no_more_gives_its_groups_back(run: Run, started: ExitStack, frozen: bool) -> None:
     worker, generator = working(run, started)
     generator.freeze() if frozen else generator.kill()
@@ -141,7 +143,9 @@ def test_one_whose_generator_is_no_more_gives_its_groups_back(run: Run, started:
         assert not client.exists(run.keys.control(run.url))
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)])
+@pytest.mark.parametrize(
+    "numbers", [pytest.param((signal.SIGTERM,), marks=pytest.mark.slow), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)]
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
 def test_one_whose_redis_is_no_more_leaves_its_leases_to_run_out(
     run: Run, started: ExitStack, frozen: bool, numbers: tuple[int, ...]

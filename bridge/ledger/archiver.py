@@ -136,14 +136,16 @@ class Archiver:
             batch = self._gather(stop)
             if len(batch):
                 self._flush(batch)
-            if stopping and not self._is_full(batch):
-                return  # what comes from now on is the next one's, or those who go on writing would keep us
-            if until is not None and self._clock() > until:
-                raise LedgerError(
-                    f"told to end, and the streams hold more than can be written in {_LAST_S:g} s; the rest is still "
-                    "there",
-                    action="Start it again: it goes on where it ended",
-                )
+            elif stopping:
+                return
+            if until is None or self._clock() < until:
+                continue
+            if not self._is_full(batch):
+                return  # only what came just now is left, from those who go on writing: it is the next one's
+            raise LedgerError(
+                f"told to end, and the streams hold more than is written in {_LAST_S:g} s; the rest is still there",
+                action="Start it again: it goes on where it ended",
+            )
 
     def _is_full(self, batch: Batch) -> bool:
         """Whether there is enough for a commit, and perhaps more to come."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import threading
 import time
 
 import pytest
@@ -50,6 +52,28 @@ def test_one_that_waits_for_another_to_let_go_of_the_ledger_ends(run: Run) -> No
             time.sleep(0.5)
             assert archiver.end() == 0
         assert client.get(run.keys.archiver) == b"1"
+
+
+def test_one_whose_streams_go_on_filling_ends_as_well(run: Run) -> None:
+    run.server.start()
+    ended = threading.Event()
+
+    def write() -> None:
+        with run.client() as client:
+            for number in itertools.count():
+                send_all(client, run.keys, range(number, number + 1))
+                if ended.wait(0.01):
+                    return
+
+    writing = threading.Thread(target=write)
+    with archiving(run) as archiver:
+        writing.start()
+        try:
+            time.sleep(1)
+            assert archiver.end() == 0
+        finally:
+            ended.set()
+            writing.join()
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)])

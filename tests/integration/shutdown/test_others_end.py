@@ -35,7 +35,7 @@ def test_who_watches_the_fleet_may_stop_at_any_time(run: Run, state: str, number
         assert watching.end(number) == code
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["working", "frozen"])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["working", "frozen"])
 def test_an_embedded_valkey_ends_with_its_server(run: Run, frozen: bool) -> None:
     with Process(run.folder, "lorabridge.bridge.run.valkey", str(run.folder / "valkey")) as valkey:
         valkey.until((run.folder / "valkey" / "url").exists, "its URL")

@@ -86,7 +86,7 @@ def test_one_that_waits_for_the_run_has_nothing_to_give_back(run: Run, numbers: 
         assert worker.end(*numbers) == 0
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["gone", "frozen"])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["gone", "frozen"])
 def test_one_that_waits_for_the_run_does_not_wait_for_redis(run: Run, frozen: bool) -> None:
     run.server.start()
     with lorabridge(run.folder, "worker") as worker:

@@ -7,24 +7,26 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from lorabridge.bridge.errors import BridgeError, ConfigError
+from lorabridge.bridge.stopping import end_at_once
+
+if TYPE_CHECKING:
+    import typer
 
 _EPILOG = (
     "Exit codes: 0 yes or done, 1 no, 2 usage or configuration, 3 Redis, 4 adapter store, 5 generator, 6 adapter or "
-    "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted."
+    "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted, 143 ended by SIGTERM."
 )
 
-# click's ClickException: typer carries its own copy of click from 0.2x on, and used click itself before.
-_USAGE: Any = typer.BadParameter.__mro__[2]
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def build() -> typer.Typer:
     """The program, with every installed command."""
+    import typer
+
     app = typer.Typer(
         name="lorabridge",
         help="Versioned LoRA adapters from a TRL trainer to vLLM, and proof of which weights sampled every token.",
@@ -58,18 +60,27 @@ def _unavailable(name: str, error: ImportError) -> Callable[[], None]:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the program and exit with a documented code; a traceback is shown only with ``LORABRIDGE_DEBUG=1``."""
+    """Run the program and exit with a documented code; a traceback is shown only with ``LORABRIDGE_DEBUG=1``.
+
+    Until a command has something to give back, a signal ends it at once (``lorabridge.bridge.stopping``); so nothing
+    large is imported before that is said.
+    """
+    end_at_once()
     sys.exit(run(args))
 
 
 def run(args: list[str] | None = None) -> int:
     """Run the program; its exit code."""
+    import typer
+
+    # click's ClickException: typer carries its own copy of click from 0.2x on, and used click itself before.
+    usage: Any = typer.BadParameter.__mro__[2]
     try:
         code = build()(args=args, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except BridgeError as error:
         return _fail(error.diagnostics(), error.exit_code)
-    except _USAGE as error:
+    except usage as error:
         error.show()
         return 2
     except (KeyboardInterrupt, typer.Abort):

@@ -14,7 +14,8 @@ Exit codes of every command:
 8  this process differs from the run it wants to join
 9  the machine: a port, the disk, a process that died
 10 bytes from another process that cannot be read
-130 interrupted
+130 interrupted by Ctrl-C (`up` and `demo` also say so after SIGTERM)
+143 ended by SIGTERM, with nothing to finish or without having finished it; see ``lorabridge.bridge.stopping``
 == ==========================================================
 """
 

@@ -74,6 +74,7 @@ def fleet(
 
     from lorabridge.bridge.errors import AnswerNo
     from lorabridge.bridge.settings import load
+    from lorabridge.bridge.stopping import end_at_once
     from lorabridge.rollout.fleet_view import fleet_view
     from lorabridge.rollout.survey import survey
 
@@ -82,7 +83,9 @@ def fleet(
     if json:
         print(msgspec.json.encode({"generators": seen}).decode())
     elif watch:
-        with Live(fleet_view(seen), console=Console()) as live:
+        console = Console()
+        end_at_once(console.show_cursor)
+        with Live(fleet_view(seen), console=console) as live:
             while True:
                 time.sleep(_EVERY_S)
                 live.update(fleet_view(asyncio.run(survey(settings))), refresh=True)
@@ -124,7 +127,9 @@ def doctor(config: options.Config = None, overrides: options.Overrides = None, j
 
 
 def worker(config: options.Config = None, overrides: options.Overrides = None) -> None:
-    """Sample groups: follow the head, swap it into the generator, sample, reward, send. Runs until SIGTERM.
+    """Sample groups: follow the head, swap it into the generator, sample, reward, send.
+
+    Ends at SIGTERM or Ctrl-C, with 0: what it has begun goes to another worker at once.
 
     It waits for the trainer to publish the run and for the generator to come up, and refuses to join if its own
     configuration, model or environment differs from the trainer's.

@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import redis
 import redis.asyncio
 
 from lorabridge.bridge import codec
-from lorabridge.bridge.errors import ConfigError, GeneratorError, RunMismatch
+from lorabridge.bridge.errors import ConfigError, GeneratorError, RunMismatch, StreamUnreachable
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.model import model_folder
 from lorabridge.bridge.run_record import RunRecord, check_base, check_joins, resolve_run
-from lorabridge.bridge.sections import GeneratorsSection
+from lorabridge.bridge.sections import GeneratorsSection, RedisSection
 from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.status import Status, answering
+from lorabridge.bridge.stopping import ANSWER_S, Drain
 from lorabridge.bridge.store import open_store
-from lorabridge.bridge.stream.connection import clock_offset_ms, connect, connect_async, errors, now_ms
+from lorabridge.bridge.stream.connection import Patience, clock_offset_ms, connect, connect_async, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupQueue
 from lorabridge.bridge.stream.head import repair_head
 from lorabridge.bridge.stream.keys import Keys
@@ -57,15 +57,29 @@ def doors(section: GeneratorsSection) -> list[tuple[str, str]]:
     return list(zip(section.urls, section.control, strict=True))
 
 
-async def wait_for_run(client: redis.Redis, keys: Keys, stopping: asyncio.Event) -> RunRecord | None:
-    """What the trainer published, as soon as it has; None if told to stop before."""
-    said = False
+async def wait_for_run(
+    client: redis.Redis, keys: Keys, section: RedisSection, stopping: asyncio.Event
+) -> RunRecord | None:
+    """What the trainer published, as soon as it has; None if told to stop before.
+
+    Raises:
+        StreamUnreachable: Redis was away for longer than the outage allowed.
+    """
+    said, patience = False, Patience(section.outage_s)
     while not stopping.is_set():
-        if run := await asyncio.to_thread(read_run, client, keys):
+        try:
+            with errors(section):
+                run = await asyncio.to_thread(read_run, client, keys)
+        except StreamUnreachable as error:
+            if not stopping.is_set() and not patience(error):
+                raise
+            continue
+        if run:
             return run
         if not said:
             log.info("waiting for the trainer to publish the run")
             said = True
+        patience = Patience(section.outage_s)
         await asyncio.sleep(0.2)
     return None
 
@@ -97,24 +111,25 @@ def check_generator(run: RunRecord, state: GeneratorState, url: str, dtype: str)
 
 
 async def work(settings: Settings) -> None:
-    """Run a worker until SIGTERM or SIGINT. Raises ``BridgeError``."""
+    """Run a worker until SIGTERM or Ctrl-C. Raises ``BridgeError``."""
+    from transformers import AutoTokenizer
+
     keys = Keys(settings.run.id)
     environment = load_environment(settings.rollout.environment)
     folder = model_folder(settings.model.path, settings.model.revision)
     mine = resolve_run(settings, folder)
     token = control_token(settings)
-    connect(settings.redis).close()
-    # From here on a signal is an event, so nothing below may hold the loop: a thread that waits for Redis is given up
-    # soon, and asks again.
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    drain = Drain(lambda: loop.call_soon_threadsafe(stopping.set))
+    # A thread that waits for Redis is given up soon, and asks again.
     impatient = settings.redis.model_copy(update={"outage_s": _OUTAGE_S})
+    client = connect(impatient, drain.asked, ANSWER_S)
     async with AsyncExitStack() as stack:
+        stack.enter_context(drain)  # so nothing below may hold the loop
         status = await stack.enter_async_context(_status(settings.rollout.status))
         stack.enter_context(errors(settings.redis))
-        client = connect(impatient)
-        run = await wait_for_run(client, keys, stopping)
+        run = await wait_for_run(client, keys, settings.redis, stopping)
         if run is None:
             return
         check_joins(run, mine)
@@ -123,8 +138,8 @@ async def work(settings: Settings) -> None:
             await stack.enter_async_context(Generator(url, control, token, connections))
             for url, control in doors(settings.generators)
         ]
-        asynchronous = await stack.enter_async_context(connect_async(settings.redis, stopping.is_set))
-        worker = _worker(settings, run, environment, folder, generators, client, asynchronous, status)
+        asynchronous = await stack.enter_async_context(connect_async(settings.redis, drain.asked))
+        worker = _worker(settings, run, environment, tokenizer, generators, client, asynchronous, status)
         stop = asyncio.create_task(_stop_when(stopping, worker))
         try:
             await worker.run()
@@ -133,11 +148,9 @@ async def work(settings: Settings) -> None:
 
 
 def _worker(
-    settings: Settings, run: RunRecord, environment: Environment, folder: Path, generators: Sequence[Generator],
+    settings: Settings, run: RunRecord, environment: Environment, tokenizer: Any, generators: Sequence[Generator],
     client: redis.Redis, asynchronous: redis.asyncio.Redis, status: Status,
 ) -> Worker:  # fmt: skip
-    from transformers import AutoTokenizer
-
     name, keys = f"{socket.gethostname()}-{os.getpid()}", Keys(run.run)
     offset = clock_offset_ms(now_ms(client), time.time())
     store = open_store(settings.store_url, settings.store.max_adapter_bytes)
@@ -160,7 +173,7 @@ def _worker(
             run=run,
             environment=environment,
             prompts=Prompts(environment.dataset(run.seed), run.seed),
-            tokenizer=AutoTokenizer.from_pretrained(folder),
+            tokenizer=tokenizer,
             now_ms=clock,
         ),
         timeout_s=timeout_s,

@@ -38,6 +38,8 @@ log = logging.getLogger("lorabridge.worker")
 _RECONCILE_S = 10.0
 _IDLE_S = 0.02
 _PAUSE_AFTER_FAILURE_S = 1.0
+_GIVE_BACK_S = 3.0
+_RUNS_OUT = "what this worker holds runs out by itself"
 
 
 class Worker:
@@ -75,7 +77,7 @@ class Worker:
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
-        """Claim nothing more, give back what is not done, and return from ``run``."""
+        """Claim nothing more, give back what is not done, and return from ``run``, within some seconds."""
         self._stopping.set()
 
     def changed(self) -> None:
@@ -97,16 +99,13 @@ class Worker:
             RolloutsFailed: group after group had to be given up.
             HeadConflict: Redis and the store name different heads.
         """
+        loops: list[Callable[[], Awaitable[None]]] = [self._listen, self._check_head, self._renew, self._sample]
+        loops += [partial(member.run, self._stopping) for member in self.members]
+        running = [asyncio.create_task(self._until_stopped(loop)) for loop in loops]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                loops: list[Callable[[], Awaitable[None]]] = [self._listen, self._check_head, self._renew, self._sample]
-                loops += [partial(member.run, self._stopping) for member in self.members]
-                running = [tasks.create_task(self._until_stopped(loop)) for loop in loops]
-                await self._stopping.wait()
-                for task in running:
-                    task.cancel()
-        except* asyncio.CancelledError:
-            pass
+            await self._stopping.wait()
+        finally:
+            await _give_back(running)
         if self._failure is not None:
             raise self._failure
 
@@ -120,7 +119,7 @@ class Worker:
         except Exception as failed:
             error = first_of(failed) if isinstance(failed, BaseExceptionGroup) else failed
             if self._stopping.is_set():  # what ends on the way out ends for good; the leases see to the rest
-                log.warning("while stopping: %s", error)
+                log.warning("while stopping: %s; %s", error, _RUNS_OUT)
             else:
                 self._failure = error
                 self._stopping.set()
@@ -257,6 +256,18 @@ class Worker:
                 f"{IN_A_ROW} groups in a row were given up, the last because: {reason}",
                 action="Correct what it says: the environment, or [rollout] and [generators]",
             )
+
+
+async def _give_back(running: Sequence[asyncio.Task[None]]) -> None:
+    """End the loops. Each gives back what it holds, unless Redis hangs: that is not waited for."""
+    for task in running:
+        task.cancel()
+    done, late = await asyncio.wait(running, timeout=_GIVE_BACK_S)
+    if late:
+        log.warning("while stopping: Redis does not answer; %s", _RUNS_OUT)
+    for task in done:
+        if not task.cancelled():
+            task.result()
 
 
 def _reason(error: Exception, timeout_s: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,21 @@ class RedisServer:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP: it can be connected to, and never answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """End it in whatever state it is, or is not."""
+        if self._process is not None:
+            self.kill()
 
     def __enter__(self) -> RedisServer:
         self.start()

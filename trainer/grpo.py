@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -231,6 +232,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="the run's TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM, also within a collective; see ``launch``
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")  # the server is not TRL's here

@@ -42,6 +42,7 @@ LISTEN_S = 60.0
 _READ_AT_ONCE = 64  # entries of each stream
 _FLUSH_BYTES = 64 * 1024 * 1024
 _PAUSE_S = 0.05  # so that a trickle does not become a read per entry
+_LAST_S = 5.0
 _LONGEST_WAIT_S = 1.0  # under the client's socket timeout, and how soon a signal is seen
 
 # Groups that read a stream from its beginning; until they exist nothing of it is trimmed.
@@ -107,12 +108,12 @@ class Archiver:
         self._status = status or Status()
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Archive until ``stop`` says so, then what the streams still hold.
+        """Archive until ``stop`` says so, then what the streams hold by then, for some seconds at most.
 
         Raises:
             LedgerTaken: another archiver writes this ledger.
             LedgerCorrupt: the commit log is damaged; nothing was written.
-            LedgerError: entries left a stream before they were archived.
+            LedgerError: entries left a stream before they were archived, or there are too many for its last seconds.
             DiskFull: nothing of the failed commit counts; it is read again at the next start.
         """
         _prepare(self._ledger)
@@ -128,13 +129,27 @@ class Archiver:
         self._lease.release()
 
     def _archive(self, stop: Callable[[], bool]) -> None:
+        until: float | None = None
         while True:
-            stopping = stop()
+            if stopping := stop():
+                until = until or self._clock() + _LAST_S
             batch = self._gather(stop)
             if len(batch):
                 self._flush(batch)
             elif stopping:
                 return
+            if until is None or self._clock() < until:
+                continue
+            if not self._is_full(batch):
+                return  # only what came just now is left, from those who go on writing: it is the next one's
+            raise LedgerError(
+                f"told to end, and the streams hold more than is written in {_LAST_S:g} s; the rest is still there",
+                action="Start it again: it goes on where it ended",
+            )
+
+    def _is_full(self, batch: Batch) -> bool:
+        """Whether there is enough for a commit, and perhaps more to come."""
+        return len(batch) >= self._flush_entries or batch.bytes >= _FLUSH_BYTES
 
     def _begin(self) -> None:
         """Read the log under the lease, and acknowledge and trim what a crash may have left undone."""
@@ -151,7 +166,7 @@ class Archiver:
     def _gather(self, stop: Callable[[], bool]) -> Batch:
         """Enough entries for a commit, or what came in time; an empty batch if nothing did."""
         batch, deadline = Batch(), self._clock() + self._flush_s
-        while len(batch) < self._flush_entries and batch.bytes < _FLUSH_BYTES:
+        while not self._is_full(batch):
             self._lease.renew()
             stopping, left = stop(), deadline - self._clock()
             came = self._read(batch, 0 if stopping else min(left, self._wait_s))

@@ -28,38 +28,35 @@ class By(StrEnum):
 def archiver(config: options.Config = None, overrides: options.Overrides = None) -> None:
     """Write the run's ledger: every trajectory, version and event, before Redis may forget it.
 
-    Ends at SIGTERM or Ctrl-C, after a last commit. One archiver at a time; a second one is told so.
+    Ends at SIGTERM or Ctrl-C, after a last commit, with 0 if that has everything that was there. One archiver at a
+    time; a second one is told so.
 
     Examples:
 
         lorabridge archiver --config runs/demo/config.toml
     """
     import logging
-    import signal
-    import threading
 
     from lorabridge.bridge.ledger.archiver import Archiver
     from lorabridge.bridge.settings import load
     from lorabridge.bridge.status import Status, answering
+    from lorabridge.bridge.stopping import ANSWER_S, Drain
     from lorabridge.bridge.stream.connection import connect, errors
     from lorabridge.bridge.stream.keys import Keys
 
     settings = load(config, overrides or ())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    stop = threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
-    section = settings.ledger
-    status = Status()
-    with answering(section.status, status), errors(settings.redis):
+    section, drain, status = settings.ledger, Drain(), Status()
+    client = connect(settings.redis, drain.asked, ANSWER_S)
+    with drain, answering(section.status, status), errors(settings.redis):
         Archiver(
-            connect(settings.redis),
+            client,
             Keys(settings.run.id),
             settings.ledger_dir,
             flush_entries=section.flush_entries,
             flush_s=section.flush_s,
             status=status,
-        ).run(stop.is_set)
+        ).run(drain.asked)
 
 
 def lag(

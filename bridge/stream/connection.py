@@ -58,12 +58,16 @@ class Patience:
 class _Retry(Retry):
     """redis-py's own, with patience instead of a number of tries."""
 
-    def __init__(self, outage_s: float) -> None:
+    def __init__(self, outage_s: float, stop: Callable[[], bool] = lambda: False) -> None:
         super().__init__(DecorrelatedJitterBackoff(cap=_CAP_S, base=_BASE_S), -1, _PASSING)
-        self._outage_s = outage_s
+        self._outage_s, self._stop = outage_s, stop
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Retry:
+        """redis-py copies it for every connection; what ``stop`` looks at is one and the same."""
+        return _Retry(self._outage_s, self._stop)
 
     def call_with_retry(self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False) -> Any:
-        return super().call_with_retry(do, fail, Patience(self._outage_s), with_failure_count)
+        return super().call_with_retry(do, fail, Patience(self._outage_s, self._stop), with_failure_count)
 
 
 class _AsyncRetry(AsyncRetry):
@@ -83,8 +87,15 @@ class _AsyncRetry(AsyncRetry):
         return await super().call_with_retry(do, fail, Patience(self._outage_s, self._stop), with_failure_count)
 
 
-def connect(section: RedisSection) -> redis.Redis:
+def connect(
+    section: RedisSection, stop: Callable[[], bool] = lambda: False, answer_s: float = ANSWER_S
+) -> redis.Redis:  # fmt: skip
     """A client that answers now, and that keeps trying for ``outage_s`` when the server is lost later.
+
+    Args:
+        section: where.
+        stop: whether the process is to end: a server that is lost later is then waited for no longer.
+        answer_s: a server that says nothing for so long is lost.
 
     Raises:
         StreamUnreachable: nothing answered within ``connect_s``.
@@ -111,8 +122,8 @@ def connect(section: RedisSection) -> redis.Redis:
             finally:
                 first.close()
     return redis.Redis.from_url(
-        url, password=password, socket_connect_timeout=_CONNECT_S, socket_timeout=ANSWER_S,
-        retry=_Retry(section.outage_s),
+        url, password=password, socket_connect_timeout=min(_CONNECT_S, answer_s), socket_timeout=answer_s,
+        retry=_Retry(section.outage_s, stop),
     )  # fmt: skip
 
 

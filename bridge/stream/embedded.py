@@ -19,6 +19,7 @@ from lorabridge.bridge.sections import RedisSection
 
 _USER = "lorabridge"
 _ATTEMPTS = 3
+_STOP_S = 4.0  # then it is killed, which its append-only file outlives
 
 _DICE = random.SystemRandom()
 _LOWEST = 15_000
@@ -52,7 +53,7 @@ def embedded_valkey(folder: Path) -> Iterator[RedisSection]:
     try:
         yield RedisSection(url=f"redis://{_USER}@127.0.0.1:{server.port}/0", password_file=password_file)
     finally:
-        server.stop()
+        server.stop(timeout=_STOP_S)
 
 
 def _start(folder: Path, config: dict[str, str]) -> ValkeyServer:

@@ -61,7 +61,7 @@ def test_every_error_ends_with_its_code_and_one_sentence(
 
 def test_every_exit_code_is_documented_where_people_look() -> None:
     documented = {line.split()[0] for line in (errors.__doc__ or "").splitlines() if line[:1].isdigit()}
-    assert {str(kind.exit_code) for kind in ERRORS} | {"0", "130"} == documented
+    assert {str(kind.exit_code) for kind in ERRORS} | {"0", "130", "143"} == documented
     epilog = {part.strip(" .").split()[0] for part in cli._EPILOG.removeprefix("Exit codes:").split(",")}
     assert epilog == documented
 

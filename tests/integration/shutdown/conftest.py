@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from lorabridge.bridge.stream.embedded import free_port
 from lorabridge.bridge.stream.head import move_head
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.toml import to_toml
+from lorabridge.rollout.wire import name_of
 from tests.e2e.models import make_base
 from tests.factories import make_adapter, make_manifest
 from tests.processes import Process
@@ -45,6 +47,7 @@ class Run:
 
     Attributes:
         server: its Valkey; a test starts it, and ends it in whatever way it likes.
+        control: key of the lease that a generator's controller holds.
     """
 
     def __init__(self, base: Path, folder: Path) -> None:
@@ -66,6 +69,7 @@ class Run:
         )
         self.write()
         self.keys = Keys(self.settings.run.id)
+        self.control = self.keys.control(name_of(self.url, socket.gethostname()))
 
     def write(self, **sections: object) -> None:
         """Write ``run.toml``, with some sections replaced."""

@@ -111,9 +111,9 @@ def test_one_that_waits_for_a_version_ends_and_lets_go_of_its_generator(run: Run
     run.put_on_record()
     started.enter_context(run.generator())
     with lorabridge(run.folder, "worker") as worker, run.client() as client:
-        worker.until(lambda: client.exists(run.keys.control(run.url)) == 1, "the generator's lease")
+        worker.until(lambda: client.exists(run.control) == 1, "the generator's lease")
         assert worker.end() == 0
-        assert not client.exists(run.keys.control(run.url))
+        assert not client.exists(run.control)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_one_that_works_gives_back_what_it_has_begun(run: Run, started: ExitStac
     worker, _ = working(run, started)
     assert worker.end(*numbers) == 0
     with run.client() as client:
-        assert not client.exists(run.keys.holders, run.keys.control(run.url))
+        assert not client.exists(run.keys.holders, run.control)
     assert claimed_next(run) == [(0, 2), (1, 2)]
 
 
@@ -140,7 +140,7 @@ def test_one_whose_generator_is_no_more_gives_its_groups_back(run: Run, started:
     assert worker.end() == 0
     assert claimed_next(run) == [(0, 2), (1, 2)]
     with run.client() as client:
-        assert not client.exists(run.keys.control(run.url))
+        assert not client.exists(run.control)
 
 
 @pytest.mark.parametrize(

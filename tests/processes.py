@@ -24,7 +24,7 @@ _MARK = "TESTED_AS"
 
 
 class Process:
-    """``python -m MODULE ARGUMENTS`` in a session of its own, its output in ``folder``.
+    """``python -m MODULE ARGUMENTS`` in a process group of its own, its output in ``folder``.
 
     At the end of the block it is killed if it still runs, and so is what it left behind.
     """
@@ -38,7 +38,7 @@ class Process:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments], cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, env={**inherited, **(environment or {}), _MARK: self._mark},
+                stderr=log, process_group=0, env={**inherited, **(environment or {}), _MARK: self._mark},
             )  # fmt: skip
         self.began = time.monotonic()
 

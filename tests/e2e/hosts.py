@@ -60,7 +60,7 @@ class Host:
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(*arguments), stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-                env=self._whole_environment(), start_new_session=True,
+                env=self._whole_environment(), process_group=0,
             )  # fmt: skip
         assert process.stdin is not None
         process.stdin.write(stdin)

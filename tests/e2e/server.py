@@ -47,13 +47,16 @@ def running(settings: Settings, environment: Mapping[str, str] | None = None) ->
     arguments = [sys.executable, "-m", "lorabridge.bridge.cli", "serve", "--config", str(folder / "config.toml")]
     with server.log.open("wb") as log:
         process = subprocess.Popen(
-            arguments, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(environment or {})}
+            arguments, stdout=log, stderr=log, process_group=0, env={**os.environ, **(environment or {})}
         )
     try:
         _wait(server, process)
         yield server
     finally:
+        died = process.poll()
         _end(process)
+        if died is not None:
+            print(f"the server died with {died}:\n{server.log.read_text()[-8000:]}", file=sys.stderr)
 
 
 def _wait(server: Server, process: subprocess.Popen[bytes]) -> None:

@@ -14,7 +14,8 @@ import redis
 
 from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.run_record import RunRecord
+from lorabridge.bridge.model import model_folder
+from lorabridge.bridge.run_record import RunRecord, resolve_run
 from lorabridge.bridge.settings import Settings
 from lorabridge.bridge.store import open_store
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
@@ -35,6 +36,8 @@ def examine(settings: Settings) -> list[Finding]:
     """Every finding, in the order in which a person would look. Raises ``ConfigError``: nothing can be looked at."""
     found: list[Finding] = []
     run, mirrored, controllers = _redis(settings, found)
+    if run is not None:
+        found.append(findings.of_joining(run, _mine(settings)))
     head = _store(settings, mirrored, found)
     found += [findings.of_disk(str(place), shutil.disk_usage(place).free) for place in _places(settings)]
     for url, state, attested in asyncio.run(_generators(settings)):
@@ -59,6 +62,14 @@ def _redis(settings: Settings, found: list[Finding]) -> tuple[RunRecord | None, 
     except BridgeError as error:
         found.append(findings.failed("Redis", "reachable", error))
         return None, None, {}
+
+
+def _mine(settings: Settings) -> RunRecord | BridgeError:
+    """The run by what is on this machine."""
+    try:
+        return resolve_run(settings, model_folder(settings.model.path, settings.model.revision))
+    except BridgeError as error:
+        return error
 
 
 def _waiting(client: redis.Redis, keys: Keys) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from lorabridge.bridge.errors import BridgeError
 from lorabridge.bridge.manifest import Manifest
-from lorabridge.bridge.run_record import RunRecord
+from lorabridge.bridge.run_record import RunRecord, check_joins
 from lorabridge.bridge.stream.head import Head, Standing, compare
 from lorabridge.rollout.join import check_generator
 from lorabridge.rollout.wire import GeneratorState
@@ -100,6 +100,22 @@ def of_streams(waiting: int, archiver: bool, run: RunRecord | None) -> Iterator[
         yield _ok("ledger", "backlog", f"{waiting} groups wait to be archived")
     if not archiver:
         yield _note("ledger", "archiver", "none is running", "Start `lorabridge archiver`, or nothing is trimmed")
+
+
+def of_joining(run: RunRecord, mine: RunRecord | BridgeError) -> Finding:
+    """Whether a worker with this configuration, here, would be let into the run.
+
+    Args:
+        run: what the trainer published.
+        mine: the same by this machine's configuration, model folder and task code, or why it cannot be told.
+    """
+    if isinstance(mine, BridgeError):
+        return failed("configuration", "joins the run", mine)
+    try:
+        check_joins(run, mine)
+    except BridgeError as error:
+        return failed("configuration", "joins the run", error)
+    return _ok("configuration", "joins the run", "base model, sampling, task code and seed are the trainer's")
 
 
 def of_line(stored: Manifest | None, mirrored: Head | None, verified: BridgeError | None) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ class Attest:
         adapters._create_merged_loras_inplace(fresh)
         unplaced, different, applied = set(fresh.loras), [], 0
         for name, module in adapters.modules.items():
-            stacked = [t for t in (*module.lora_a_stacked, *module.lora_b_stacked) if t is not None]
+            stacked = matrices(module)
             before = [t[slot].clone() for t in stacked]
             weights = adapters._get_lora_layer_weights(fresh, name)
             if weights:
@@ -73,10 +73,7 @@ class Attest:
     def _sums(self, slot: int) -> dict[str, list[int]]:
         """A sum over the bits of each module's matrices in a slot, every element weighted by its place."""
         adapters = self.model_runner.lora_manager._adapter_manager
-        return {
-            name: [_sum(t[slot]) for t in (*module.lora_a_stacked, *module.lora_b_stacked) if t is not None]
-            for name, module in adapters.modules.items()
-        }
+        return {name: [_sum(t[slot]) for t in matrices(module)] for name, module in adapters.modules.items()}
 
     def lorabridge_resident(self) -> list[int]:
         """Integer ids of the adapters that sit in a slot, or that the engine holds in memory."""
@@ -87,6 +84,23 @@ class Attest:
     def lorabridge_forget(self, lora_int_id: int) -> None:
         """An adapter has been taken out: what was proven of it is of no more use."""
         self._proven().pop(lora_int_id, None)
+
+
+def matrices(module: Any) -> list[Any]:
+    """Every matrix of a module, of all slots: tensors whose first dimension is the slot.
+
+    Most modules have a tuple of them, those of embeddings and of the output have one tensor, and those of experts have
+    theirs by another name (what they call ``lora_a_stacked`` is cut up by slot and expert).
+    """
+    import torch
+
+    of_experts = hasattr(module, "w13_lora_a_stacked")
+    kinds = ("w13_lora_a", "w2_lora_a", "w13_lora_b", "w2_lora_b") if of_experts else ("lora_a", "lora_b")
+    found: list[Any] = []
+    for kind in kinds:
+        stacked = getattr(module, f"{kind}_stacked")
+        found += [stacked] if isinstance(stacked, torch.Tensor) else [each for each in stacked if each is not None]
+    return found
 
 
 def _sum(matrix: Any) -> int:

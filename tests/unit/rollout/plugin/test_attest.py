@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorabridge.rollout.plugin.attest import Attest, _sum
+from lorabridge.rollout.plugin.attest import Attest, _sum, matrices
 
 POLICY, OTHER = 1, 2
 MODULES = ("q_proj", "qkv", "idle")
@@ -129,6 +129,40 @@ def test_something_left_in_a_module_that_the_adapter_does_not_change_is_noticed(
     manager.load(POLICY, 7)
     manager.modules["idle"].lora_b_stacked[0][0, 3, 3] = 1e-30
     assert attest.lorabridge_attest(POLICY, "7")["different"] == ["idle"]
+
+
+class Embedding:
+    """One tensor for all slots, as vLLM's embeddings and output have it."""
+
+    def __init__(self) -> None:
+        self.lora_a_stacked, self.lora_b_stacked = torch.zeros(2, 20, 4), torch.zeros(2, 1, 8, 4)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_what_is_left_in_an_embedding_is_noticed_in_the_slot_where_it_is(
+    slot: int, attest: Attest, manager: Manager
+) -> None:
+    idle = Embedding()
+    manager.modules["idle"] = idle  # type: ignore[assignment]
+    for policy, seed in ((POLICY, 7), (OTHER, 5)):
+        manager.load(policy, seed)
+        assert attest.lorabridge_attest(policy, str(seed))["different"] == []
+    idle.lora_b_stacked[slot, 0, 7, 3] = 1e-30
+    policies = [POLICY, OTHER]
+    assert attest.lorabridge_unchanged(policies[slot])["changed"] == ["idle"]
+    assert attest.lorabridge_attest(policies[slot], "7" if slot == 0 else "5")["different"] == ["idle"]
+    assert attest.lorabridge_unchanged(policies[1 - slot])["changed"] == []
+
+
+def test_experts_are_looked_at_whole() -> None:
+    w13, w2 = (torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)), (torch.zeros(2, 3, 4, 16),)
+    experts = SimpleNamespace(
+        w13_lora_a_stacked=w13, w13_lora_b_stacked=w13, w2_lora_a_stacked=w2, w2_lora_b_stacked=w2,
+        lora_a_stacked=[w13[0][0, 0]], lora_b_stacked=[],
+    )  # fmt: skip
+    assert [tuple(each.shape) for each in matrices(experts)] == [(2, 3, 4, 8)] * 2 + [(2, 3, 4, 16)] + [
+        (2, 3, 4, 8)
+    ] * 2 + [(2, 3, 4, 16)]
 
 
 def empty(manager: Manager) -> None:

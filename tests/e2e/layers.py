@@ -1,6 +1,7 @@
-"""What attestation finds in vLLM's own layers, as JSON: ``python -m tests.e2e.layers``, a process without the tests'.
+"""What attestation finds in the slots of vLLM's own embedding, as JSON, apart from the tests' process:
+``python -m tests.e2e.layers``.
 
-By layer, for each slot that an adapter was put into: whether each slot of each matrix holds anything.
+For each slot that an adapter was put into: by matrix, whether each slot holds anything.
 """
 
 from __future__ import annotations
@@ -11,36 +12,25 @@ from typing import Any
 
 import torch
 from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
-from vllm.lora.layers import ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 
 from lorabridge.rollout.plugin.attest import matrices
 
 SLOTS, RANK = 3, 8
+VOCABULARY, WIDTH = 20, 12
 
 
-def layers() -> dict[str, tuple[Any, torch.Tensor, torch.Tensor]]:
-    """A layer of each kind, and an adapter's A and B for it."""
-    base: Any = SimpleNamespace(org_vocab_size=20, embedding_dim=8, weight=torch.zeros(20, 8))
-    linear = ReplicatedLinearWithLoRA(ReplicatedLinear(8, 16, bias=False, disable_tp=True))
-    return {
-        "embedding": (VocabParallelEmbeddingWithLoRA(base), torch.ones(RANK, 20), torch.ones(8, RANK)),
-        "linear": (linear, torch.ones(RANK, 8), torch.ones(16, RANK)),
-    }
-
-
-def main() -> None:
-    found: dict[str, list[list[list[bool]]]] = {}
-    config = LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float32)
-    for slot in range(SLOTS):
-        for name, (layer, lora_a, lora_b) in layers().items():
-            layer.create_lora_weights(SLOTS, config)
-            layer.set_lora(slot, lora_a, lora_b)
-            held = [[bool(matrix[each].any()) for each in range(SLOTS)] for matrix in matrices(layer)]
-            found.setdefault(name, []).append(held)
-    print(json.dumps(found))
+def held(slot: int) -> list[list[bool]]:
+    """After an adapter went into ``slot``."""
+    base: Any = SimpleNamespace(
+        org_vocab_size=VOCABULARY, embedding_dim=WIDTH, weight=torch.zeros(VOCABULARY, WIDTH)
+    )  # fmt: skip
+    layer = VocabParallelEmbeddingWithLoRA(base)
+    layer.create_lora_weights(SLOTS, LoRAConfig(max_lora_rank=RANK, max_loras=SLOTS, lora_dtype=torch.float32))
+    layer.set_lora(slot, torch.ones(RANK, VOCABULARY), torch.ones(WIDTH, RANK))
+    return [[bool(matrix[each].any()) for each in range(SLOTS)] for matrix in matrices(layer)]
 
 
 if __name__ == "__main__":
     with set_current_vllm_config(VllmConfig()):
-        main()
+        print(json.dumps([held(slot) for slot in range(SLOTS)]))

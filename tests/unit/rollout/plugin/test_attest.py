@@ -216,7 +216,7 @@ def test_a_wrong_adapter_is_never_counted_as_proven(attest: Attest, manager: Man
     assert attest.lorabridge_unchanged(POLICY) == {"resident": False}
 
 
-@given(st.integers(0, 31), st.integers(1, 2**31 - 1), st.sampled_from([torch.int16, torch.int32]))
+@given(st.integers(0, 31), st.integers(1, 2**31 - 1), st.sampled_from([torch.int16, torch.int32, torch.int64]))
 def test_no_change_of_one_element_is_lost_in_a_sum(place: int, change: int, kind: torch.dtype) -> None:
     matrix = torch.arange(32, dtype=kind)
     before = _sum(matrix)

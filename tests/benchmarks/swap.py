@@ -110,7 +110,7 @@ class Bench:
             length, turn = self.length, turn + 1
 
     async def window(self, leg: Leg, seconds: int) -> Window:
-        """A swap in the middle of each second, after as many seconds to warm up as a completion takes, or a few."""
+        """A swap every second, after as many seconds to warm up as a completion takes, or a few."""
         await leg.begin()
         self.finished, before = [], await self._generated()
         clients = [asyncio.create_task(self.client(leg, number)) for number in range(AT_ONCE)]
@@ -133,10 +133,11 @@ class Bench:
         return Window(tokens=ended - tokens, seconds=took, phases=phases, held=statistics.mean(held) + AT_ONCE * PROMPT)
 
     async def _seconds(self, leg: Leg, seconds: int) -> list[Phases]:
+        """A swap in the middle of each; one that takes longer is followed by the next at once."""
         began, phases = time.perf_counter(), []
         for second in range(seconds):
             await _sleep_until(began + second + 0.5)
-            if leg.swaps:
+            if leg.swaps and time.perf_counter() < began + seconds:
                 phases.append(await leg.swap())
         await _sleep_until(began + seconds)
         return phases

@@ -17,9 +17,10 @@ Print = Annotated[bool, typer.Option("--print", help="Print the whole vLLM comma
 def serve(config: options.Config = None, overrides: options.Overrides = None, show: Print = False) -> None:
     """Start a vLLM server with the plugin, the flags it needs and a control token.
 
-    It writes where vLLM writes and exits with vLLM's code. SIGTERM or Ctrl-C ends both within 10 s: at once while vLLM
-    starts, later with 0 if the requests in flight finish in time. The control token is read from
-    LORABRIDGE_CONTROL_TOKEN or [generators] token_file, which is made if there is neither.
+    It is vLLM's parent: vLLM writes where it writes, and if vLLM ends, it ends with that exit code. At SIGTERM or
+    Ctrl-C it refuses new requests, gives those in flight 6 s to finish, and ends with 0; while vLLM starts it ends at
+    once. The control token is read from LORABRIDGE_CONTROL_TOKEN or [generators] token_file, which is made if there is
+    neither.
 
     Examples:
 

@@ -13,7 +13,8 @@ a signal after that          has it refuse new requests, waits for those in     
                              flight for up to ``PATIENCE_S``, kills it
 that is not enough, or it    kills it all the same                                 143, 130
 does not answer
-vLLM ends, or is killed      clears away what it left                              vLLM's, 137 if it was killed
+vLLM ends, or is killed      clears away what it left                              vLLM's; 137 if it was killed,
+                                                                                   5 if it says 0
 ``serve`` itself is killed   nothing; the guard sends SIGTERM, and kills 5 s later
 ============================ ===================================================== ====================================
 """
@@ -50,16 +51,22 @@ def run(command: Command, section: GeneratorsSection, token: str) -> int:
 
     Returns:
         The exit code, see above.
+
+    Raises:
+        GeneratorError: nobody asked vLLM to end, and it says that all is well, as it does when its engine has died.
     """
     adopt_orphans()  # of a guard that is killed, too
     with Drain() as drain, TemporaryDirectory(prefix="lorabridge-") as folder:
         server = Guarded(command.arguments, with_environment(in_folder(command, folder), os.environ))
         while (code := server.code) is None and not drain.asked():
             time.sleep(_TICK_S)
+        ended_by_itself = code is not None
         if code is None:
             code = 0 if asyncio.run(_drained(section, token)) else drain.code
         clear(0)
-        return code
+    if ended_by_itself and code == 0:
+        raise GeneratorError("vLLM has ended, and nobody asked it to", action="Its last lines say why")
+    return code
 
 
 async def _drained(section: GeneratorsSection, token: str) -> bool:

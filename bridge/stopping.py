@@ -52,13 +52,19 @@ class Drain:
 
     def __init__(self, told: Callable[[], object] = lambda: None) -> None:
         self._told = told
-        self._asked = False
+        self._first: int | None = None
         self._numbers: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a signal's handler may put into
         self._before: dict[signal.Signals, Any] = {}
 
     def asked(self) -> bool:
         """Whether there was a signal."""
-        return self._asked
+        return self._first is not None
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that could not finish what it had begun: 128 + the first signal's number."""
+        assert self._first is not None
+        return 128 + self._first
 
     def __enter__(self) -> Drain:
         threading.Thread(target=self._end_late, name="drain", daemon=True).start()
@@ -70,10 +76,11 @@ class Drain:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self._asked else handler)
+            signal.signal(number, signal.SIG_IGN if self.asked() else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        if self._first is None:
+            self._first = number
         self._numbers.put(number)
         self._told()
 

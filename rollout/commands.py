@@ -17,8 +17,10 @@ Print = Annotated[bool, typer.Option("--print", help="Print the whole vLLM comma
 def serve(config: options.Config = None, overrides: options.Overrides = None, show: Print = False) -> None:
     """Start a vLLM server with the plugin, the flags it needs and a control token.
 
-    The process becomes vLLM: signals and the exit code are its own. The control token is read from
-    LORABRIDGE_CONTROL_TOKEN or [generators] token_file, which is made if there is neither.
+    It is vLLM's parent: vLLM writes where it writes, and if vLLM ends, it ends with that exit code. At SIGTERM or
+    Ctrl-C it refuses new requests, gives those in flight 6 s to finish, and ends with 0; while vLLM starts it ends at
+    once. The control token is read from LORABRIDGE_CONTROL_TOKEN or [generators] token_file, which is made if there is
+    neither.
 
     Examples:
 
@@ -28,12 +30,11 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
 
         lorabridge serve --config run.toml --set generators.port=8010 --set generators.kv=recompute
     """
-    import os
-
     from lorabridge.bridge.model import model_folder
     from lorabridge.bridge.settings import load
     from lorabridge.bridge.token import control_token, ensure_token
-    from lorabridge.rollout.serve import check_doors, is_cpu_build, vllm_command, with_environment
+    from lorabridge.rollout.serve import check_doors, is_cpu_build, vllm_command
+    from lorabridge.rollout.server import run
 
     settings = load(config, overrides or ())
     model = model_folder(settings.model.path, settings.model.revision)
@@ -42,9 +43,9 @@ def serve(config: options.Config = None, overrides: options.Overrides = None, sh
         print(command.shell())
         return
     ensure_token(settings)
-    control_token(settings)
+    token = control_token(settings)
     check_doors(settings.generators)
-    os.execvpe(command.arguments[0], list(command.arguments), with_environment(command, os.environ))
+    raise typer.Exit(run(command, settings.generators, token))
 
 
 def fleet(

@@ -162,6 +162,10 @@ class Generator:
         """Have it look at every slot: by policy, what is wrong with it, or None. Raises ``GeneratorError``."""
         return _parse(dict[str, str | None], await self._ask("POST", "/attest"))
 
+    async def drain(self) -> int:
+        """Have it refuse new requests from now on; how many are in flight. Raises ``GeneratorError``."""
+        return _parse(int, await self._ask("POST", "/drain"))
+
     async def swap(
         self, manifest: Manifest, now: Residency, kv: KvMode | None = None, *, mode: SwapMode | None = None,
         fence: int = 0,

@@ -18,6 +18,8 @@ from lorabridge.rollout.wire import UNIX
 
 ATTEST = "lorabridge.rollout.plugin.attest.Attest"
 PLUGINS = "lorabridge,lorabridge_engine"
+FOLDER_VARIABLE = "LORABRIDGE_FOLDER"
+"""Names the folder in which the plugin makes one for its files; without it, that is the system's for such files."""
 SLOTS_LEFT_EMPTY = 1
 """On a CPU: vLLM's kernels there take "no adapter" (-1) for the last slot whenever a batch has an adapter in it."""
 
@@ -99,6 +101,12 @@ def is_cpu_build() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def in_folder(command: Command, folder: str) -> Command:
+    """The same command, its sockets and its copies of adapters in ``folder``, to go with it however vLLM ends."""
+    environment = {**command.environment, FOLDER_VARIABLE: folder, "VLLM_RPC_BASE_PATH": folder}
+    return Command(arguments=command.arguments, environment=environment)
 
 
 def with_environment(command: Command, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -66,6 +66,27 @@ class Process:
         """What it has mapped into memory: how far its imports have come."""
         return Path(f"/proc/{self.pid}/maps").read_bytes()
 
+    def started(self, words: str) -> list[psutil.Process]:
+        """Those that it started and whose command line says so, guards left out."""
+        found = []
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                line = " ".join(process.cmdline())
+                if words in line and "lorabridge.bridge.run.guard" not in line:
+                    found.append(process)
+        return found
+
+    def until_it_has_ended(self) -> None:
+        """Wait for it to end by itself."""
+        self._process.wait(REACHED_S)
+
+    def until_nothing_is_left(self) -> None:
+        """Wait, as long as is promised, for what it started to end."""
+        deadline = time.monotonic() + PROMISED_S
+        while left := self.left():
+            assert time.monotonic() < deadline, f"it left {[process.cmdline() for process in left]}"
+            time.sleep(0.1)
+
     def until_it_says(self, words: str) -> None:
         self.until(lambda: words in self.said(), repr(words))
 

@@ -41,11 +41,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main(command: list[str]) -> int:
     """Run ``command`` to its end, or to its owner's; its exit code."""
-    _adopt_orphans()
+    adopt_orphans()
     signals = _signals()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     code = _watch(child, signals)
-    _clear(LEFTOVERS_S if code is not None else 0)
+    clear(LEFTOVERS_S if code is not None else 0)
     if code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
@@ -87,8 +87,8 @@ def _reap(pid: int) -> int | None:
             code = os.waitstatus_to_exitcode(status)
 
 
-def _clear(patience_s: float) -> None:
-    """Wait for the descendants to end, ``patience_s`` seconds, then kill them until none is left."""
+def clear(patience_s: float) -> None:
+    """Wait for all descendants of this process to end, ``patience_s`` seconds, then kill them until none is left."""
     began = time.monotonic()
     me = psutil.Process()
     while (waited := time.monotonic() - began) < patience_s + _UNKILLABLE_S:
@@ -118,7 +118,8 @@ def _signals() -> int:
     return read
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
+    """From now on what a descendant of this process leaves behind becomes its child (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from lorabridge.bridge.errors import ProcessDied
 from lorabridge.bridge.run.guard import KILL
@@ -23,12 +24,55 @@ _FAILURE = re.compile(r"(?:^|\s)(?:\w+\.)*\w*(?:Error|Exception|Killed)\b.{0,4}:
 _OWN = re.compile(r"^lorabridge: (?P<sentence>.+)$")
 
 
-class Child:
-    """One process of the run, in a process group of its own, its output in ``log``.
+class Guarded:
+    """One command behind its guard, in a process group of its own. If this process dies, it ends.
 
     Ctrl-C does not reach it. A session of its own would keep that away as well, but Linux shares out the cores among
     sessions first (``sched_autogroup``): where a generator keeps all of them busy, a worker in another session, which
     has little to do, was seen to wait for its turn three quarters of the time.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+    ) -> None:  # fmt: skip
+        """Start it. ``output`` is where it writes to; None: where this process does."""
+        self._guard = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lorabridge.bridge.run.guard", *command],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, bufsize=0, process_group=0, env=environment,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard; the command and all it starts are its descendants."""
+        return self._guard.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, 128 + n if signal n ended it; None while it runs."""
+        code = self._guard.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the command."""
+        self._guard.terminate()
+
+    def kill(self) -> None:
+        """Kill it and all it started."""
+        assert self._guard.stdin is not None
+        try:
+            self._guard.stdin.write(KILL)
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended
+
+    def wait(self) -> None:
+        """Wait until it and all it started are gone."""
+        self._guard.wait()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+
+
+class Child:
+    """One process of the run, guarded, its output in ``log``.
 
     Attributes:
         name: what people call it.
@@ -53,11 +97,7 @@ class Child:
     def _start(self) -> None:
         with self.log.open("ab") as output:
             self._from = output.tell()
-            self._guard = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lorabridge.bridge.run.guard", *self._command],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, bufsize=0,
-                process_group=0, env=self._environment,
-            )  # fmt: skip
+            self._guarded = Guarded(self._command, self._environment, output)
 
     def restart(self) -> None:
         """Start it again, once it has ended: the same command, the same log."""
@@ -67,14 +107,13 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard; the process and all it starts are its descendants."""
-        return self._guard.pid
+        """Process id of its guard; the process and all it starts are its descendants."""
+        return self._guarded.pid
 
     @property
     def code(self) -> int | None:
         """Exit code, 128 + n if signal n ended it; None while it runs."""
-        code = self._guard.poll()
-        return 128 - code if code is not None and code < 0 else code
+        return self._guarded.code
 
     @property
     def failed(self) -> bool:
@@ -85,22 +124,16 @@ class Child:
         """Send SIGTERM, once."""
         if not self.asked:
             self.asked = True
-            self._guard.terminate()
+            self._guarded.terminate()
 
     def kill(self) -> None:
         """Kill it and all it started."""
         self.asked = True
-        assert self._guard.stdin is not None
-        try:
-            self._guard.stdin.write(KILL)
-        except (BrokenPipeError, ValueError):
-            pass  # it has ended
+        self._guarded.kill()
 
     def wait(self) -> None:
         """Wait until it and all it started are gone."""
-        self._guard.wait()
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
+        self._guarded.wait()
 
     def output(self) -> str:
         """The end of what it wrote since it started."""

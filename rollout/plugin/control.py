@@ -29,6 +29,7 @@ class Control:
     ) -> None:  # fmt: skip
         self._swapper, self._log, self._facts, self._running = swapper, log, facts, running
         self.restarts = restarts
+        self._draining, self._in_flight = False, 0
         self.max_request_bytes = _BYTES_BESIDES + _BYTES_PER_TOKEN * facts.max_model_len
 
     def state(self) -> GeneratorState:
@@ -64,9 +65,16 @@ class Control:
         """See ``Swapper.attest``."""
         return await self._swapper.attest()
 
+    def drain(self) -> int:
+        """Refuse new requests from now on; how many are in flight."""
+        self._draining = True
+        return self._in_flight
+
     def refusal(self, model: str | None) -> tuple[int, str] | None:
         """Why a request for ``model`` is refused (status, reason), or None if it may be sampled."""
         here = self._swapper.instance
+        if self._draining:
+            return 503, "this generator is ending"
         if here.quarantine is not None:
             return 503, f"this generator is in quarantine: {here.quarantine}"
         if model is None:
@@ -79,13 +87,15 @@ class Control:
     def ready(self) -> bool:
         """Whether some policy can be sampled here."""
         here = self._swapper.instance
-        return here.quarantine is None and bool(here.residency.serves)
+        return not self._draining and here.quarantine is None and bool(here.residency.serves)
 
     @contextmanager
     def sampling(self, policy: str) -> Iterator[str]:
         """A request for a policy that is served, until it has ended; what the engine calls the adapter it gets."""
         name = self._swapper.begin(policy)
+        self._in_flight += 1
         try:
             yield name
         finally:
+            self._in_flight -= 1
             self._swapper.end(name)

@@ -148,6 +148,7 @@ def control_app(control: Control, token: str) -> ASGIApp:
         Route("/judged", _guarded(_judged), methods=["POST"]),
         Route("/attest", _guarded(_attest), methods=["POST"]),
         Route("/restarts", _guarded(_restarts), methods=["POST"]),
+        Route("/drain", _guarded(_drain), methods=["POST"]),
         Route("/metrics", _guarded(_metrics), methods=["GET"]),
     ]
     app = Starlette(routes=routes)
@@ -242,6 +243,10 @@ async def _attest(control: Control, request: Request) -> Response:
 
 async def _restarts(control: Control, request: Request) -> Response:
     return _json(await control.restarts(await _body(request, list[str])))
+
+
+async def _drain(control: Control, request: Request) -> Response:
+    return _json(control.drain())
 
 
 async def _metrics(control: Control, request: Request) -> Response:

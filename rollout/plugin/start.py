@@ -29,7 +29,7 @@ from lorabridge.rollout.plugin.doors import control_app
 from lorabridge.rollout.plugin.instance import Instance
 from lorabridge.rollout.plugin.swap import Swapper
 from lorabridge.rollout.plugin.vllm_engine import VllmEngine
-from lorabridge.rollout.serve import SLOTS_LEFT_EMPTY
+from lorabridge.rollout.serve import FOLDER_VARIABLE, SLOTS_LEFT_EMPTY
 from lorabridge.rollout.wire import UNIX, EngineFacts, name_of
 
 CONFIG_VARIABLE = "LORABRIDGE_CONFIG"
@@ -60,7 +60,7 @@ async def start(client: Any, state: State, args: Namespace) -> None:
             action="Start with generators.kv=recompute",
         )
     # Held by the state, so that the folder goes when the server does.
-    state.lorabridge_folder = tempfile.TemporaryDirectory(prefix="lorabridge-")
+    state.lorabridge_folder = tempfile.TemporaryDirectory(prefix="lorabridge-", dir=os.environ.get(FOLDER_VARIABLE))
     control = await _control(client, args, engine, settings, Path(state.lorabridge_folder.name))
     state.lorabridge_door = _open_door(control, token, settings.generators)
     state.lorabridge = control

@@ -112,7 +112,7 @@ def test_the_control_door_answers_nobody_without_the_token(server: Server, token
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     for method, path in [
         ("GET", "/state"), ("GET", "/residency"), ("POST", "/swap"), ("POST", "/attest"), ("POST", "/score"),
-        ("POST", "/judged"), ("POST", "/restarts"), ("GET", "/metrics"), ("GET", "/nothing"),
+        ("POST", "/judged"), ("POST", "/restarts"), ("POST", "/drain"), ("GET", "/metrics"), ("GET", "/nothing"),
     ]:  # fmt: skip
         assert httpx.request(method, server.control + path, headers=headers).status_code == 401
 

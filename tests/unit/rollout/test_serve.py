@@ -12,7 +12,15 @@ from lorabridge.bridge.errors import GeneratorError, PortTaken
 from lorabridge.bridge.sections import GeneratorsSection
 from lorabridge.bridge.settings import load
 from lorabridge.rollout.plugin.start import refuse_flags, usable_slots
-from lorabridge.rollout.serve import ATTEST, Command, check_doors, vllm_command, with_environment
+from lorabridge.rollout.serve import (
+    ATTEST,
+    FOLDER_VARIABLE,
+    Command,
+    check_doors,
+    in_folder,
+    vllm_command,
+    with_environment,
+)
 
 
 def command(*overrides: str, on_cpu: bool = True) -> Command:
@@ -42,6 +50,13 @@ def test_a_door_that_the_shell_left_open_is_closed() -> None:
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
     assert environment["VLLM_SERVER_DEV_MODE"] == "0"
     assert environment["PATH"] == "/bin"
+
+
+def test_its_files_are_in_the_folder_that_goes_with_it() -> None:
+    given = in_folder(command(), "/tmp/gone-later")
+    assert given.arguments == command().arguments
+    assert command().environment.items() < given.environment.items()
+    assert given.environment[FOLDER_VARIABLE] == given.environment["VLLM_RPC_BASE_PATH"] == "/tmp/gone-later"
 
 
 def test_overrides_reach_the_plugin_through_its_environment() -> None:

@@ -204,6 +204,24 @@ def test_a_generator_in_quarantine_refuses_and_says_why(swapper: FakeSwapper, pu
     assert "held something else" in reply.text
 
 
+def test_a_generator_that_drains_lets_nothing_in_and_counts_what_is_in_flight(
+    control: Control, private: TestClient
+) -> None:
+    inside: list[int] = []
+
+    async def server(scope: Scope, receive: Receive, send: Send) -> None:
+        inside.append(private.post("/drain").json())
+        await everything(scope, receive, send)
+
+    client = TestClient(PublicDoor(server, State({"lorabridge": control})))
+    assert client.post(GENERATE, content=b'{"model": "policy"}').status_code == 200
+    assert (inside, private.post("/drain").json()) == ([1], 0)
+    reply = client.post(GENERATE, content=b'{"model": "policy"}')
+    assert (reply.status_code, len(inside)) == (503, 1)
+    assert "ending" in reply.text
+    assert client.get("/readyz").status_code == 503
+
+
 def test_before_the_plugin_has_started_nothing_is_generated() -> None:
     assert TestClient(PublicDoor(everything, State())).post(GENERATE, content=b'{"model": "x"}').status_code == 503
 

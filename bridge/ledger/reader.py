@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from lorabridge.bridge.ledger.commits import LedgerFile, check_file, read_log
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.trajectory import Trajectory
 
-# What makes two rows of a table the same thing sent twice; the first counts (law 6).
-_IDENTITY = {"trajectories": "id", "manifests": "policy, version, digest", "events": "record"}
+# What makes two rows of a table the same thing sent twice; the first counts (law 6). Events have no identity.
+_IDENTITY = {"trajectories": "id", "manifests": "policy, version, digest"}
 
 _QUARANTINED = """
 CREATE VIEW quarantined AS
@@ -73,15 +72,10 @@ class Ledger:
         return list({(each.policy, each.version, each.digest): each for each in every}.values())
 
     def events(self, kind: type[Happening] | None = None) -> Iterator[Event]:
-        """Every event once, in the stream's order, or those whose happening is a ``kind``."""
-        seen: set[bytes] = set()
+        """Every event in the stream's order, or those whose happening is a ``kind``."""
         for table in self._read("events"):
             rows = table if kind is None else table.filter(pc.equal(table["kind"], tables.kind_of(kind)))
-            for record, event in zip(rows["record"].to_pylist(), tables.events(rows), strict=True):
-                digest = hashlib.sha256(record).digest()
-                if digest not in seen:
-                    seen.add(digest)
-                    yield event
+            yield from tables.events(rows)
 
     def connection(self) -> duckdb.DuckDBPyConnection:
         """DuckDB in memory, with views over exactly the committed files, each checked.

@@ -1,8 +1,8 @@
 """What a process keeps of a stream until the ledger has it, so that a server that comes back older can be told again.
 
 A server that was restored from an earlier copy of its data has forgotten entries. Those that the ledger did not have by
-then are nowhere but with who wrote them, or read them: they keep them for so long, and put them there again. The ledger
-may get an entry twice this way; its reader counts it once (law 6).
+then are nowhere but with who wrote them, or read them: they keep them for so long, and put them there again, with the
+ids that they had: an archiver that had read one all the same knows it by that.
 
 That a server has started anew is seen by the id that it gives itself (``INFO server``, ``run_id``).
 """
@@ -16,10 +16,13 @@ import redis
 import redis.asyncio
 from redis.typing import EncodableT, FieldT
 
-from lorabridge.bridge.stream.keys import LEDGER_GROUP, Keys
+from lorabridge.bridge.stream.keys import BODY, LEDGER_GROUP, WAS, Keys
 from lorabridge.bridge.stream.trim import EntryId
 
 _MOST_BYTES = 256 * 1024**2
+
+Fields = dict[FieldT, EncodableT]
+Name = tuple[str, str]  # of an entry: its stream's key, its id
 
 SERVER = """
 local function server()
@@ -73,22 +76,22 @@ class Kept:
         self._streams = tuple(keys.streams.values())
         self._server = b""
         self._most_bytes, self._bytes = most_bytes, 0
-        self._bodies: dict[tuple[str, str], bytes] = {}  # (stream's key, id) -> body
+        self._bodies: dict[Name, bytes] = {}
+        self._was: dict[Name, str] = {}  # the ids that it had before
         self._lock = threading.Lock()
 
     def add(self, stream: str, entry: str, body: bytes) -> None:
         """Keep an entry of ``stream`` (its key)."""
         with self._lock:
-            self._bodies[stream, entry] = body
-            self._bytes += len(body)
+            self._keep((stream, entry), body)
             while self._bytes > self._most_bytes:
                 self._drop(next(iter(self._bodies)))
 
-    def send(self, client: redis.Redis, stream: str, fields: dict[FieldT, EncodableT]) -> None:
+    def send(self, client: redis.Redis, stream: str, fields: Fields) -> None:
         """Put an entry on ``stream`` and keep it."""
         self.add(stream, cast(bytes, client.xadd(stream, fields)).decode(), cast(bytes, fields["body"]))
 
-    async def send_async(self, client: redis.asyncio.Redis, stream: str, fields: dict[FieldT, EncodableT]) -> None:
+    async def send_async(self, client: redis.asyncio.Redis, stream: str, fields: Fields) -> None:
         """As ``send``, for asyncio."""
         self.add(stream, cast(bytes, await client.xadd(stream, fields)).decode(), cast(bytes, fields["body"]))
 
@@ -96,8 +99,8 @@ class Kept:
         """Let go of what the ledger has, and tell a server that has started anew what it forgot; how much that was."""
         reply = client.eval(_LOOK, len(self._streams), *self._streams, *self._question())
         lost = self._answer(reply)
-        for stream, entry, body in lost:
-            self._replace(stream, entry, client.xadd(stream, {"body": body}), body)
+        for name, fields in lost:
+            self._replace(name, client.xadd(name[0], fields))
         self._server = cast(list[bytes], reply)[0]
         return len(lost)
 
@@ -105,8 +108,8 @@ class Kept:
         """As ``tend``, for asyncio."""
         reply = await cast(Any, client.eval(_LOOK, len(self._streams), *self._streams, *self._question()))
         lost = self._answer(reply)
-        for stream, entry, body in lost:
-            self._replace(stream, entry, await client.xadd(stream, {"body": body}), body)
+        for name, fields in lost:
+            self._replace(name, await client.xadd(name[0], fields))
         self._server = reply[0]
         return len(lost)
 
@@ -118,8 +121,8 @@ class Kept:
                 ids[stream].append(entry)
         return [LEDGER_GROUP, self._server, *(part for each in ids.values() for part in (len(each), *each))]
 
-    def _answer(self, reply: Any) -> list[tuple[str, str, bytes]]:
-        """(stream, id, body) of what is to be put there again, in order.
+    def _answer(self, reply: Any) -> list[tuple[Name, Fields]]:
+        """What is to be put there again, in order.
 
         What a server says of the ledger holds while it runs: one that has started anew may have forgotten what came
         before where the ledger stands by now.
@@ -128,17 +131,32 @@ class Kept:
         with self._lock:
             if server != self._server:
                 names = [(stream.decode(), entry.decode()) for stream, entry in gone]
-                return [(*name, self._bodies[name]) for name in names if name in self._bodies]
+                return [(name, self._again(name)) for name in names if name in self._bodies]
             has = {stream: EntryId.parse(last.decode()) for stream, last in zip(self._streams, archived, strict=True)}
             for name in [name for name in self._bodies if EntryId.parse(name[1]) <= has[name[0]]]:
                 self._drop(name)
         return []
 
-    def _replace(self, stream: str, entry: str, by: Any, body: bytes) -> None:
-        self.add(stream, by.decode(), body)
-        with self._lock:
-            if (stream, entry) in self._bodies:
-                self._drop((stream, entry))
+    def _again(self, name: Name) -> Fields:
+        return {BODY: self._bodies[name], WAS: self._ids(name)}
 
-    def _drop(self, name: tuple[str, str]) -> None:
+    def _ids(self, name: Name) -> str:
+        """Every id that it has had."""
+        return f"{self._was.get(name, '')} {name[1]}".strip()
+
+    def _replace(self, name: Name, by: Any) -> None:
+        """The entry has another id now."""
+        with self._lock:
+            if name in self._bodies:
+                body, was = self._bodies[name], self._ids(name)
+                self._drop(name)
+                self._keep((name[0], by.decode()), body)
+                self._was[name[0], by.decode()] = was
+
+    def _keep(self, name: Name, body: bytes) -> None:
+        self._bodies[name] = body
+        self._bytes += len(body)
+
+    def _drop(self, name: Name) -> None:
         self._bytes -= len(self._bodies.pop(name))
+        self._was.pop(name, None)

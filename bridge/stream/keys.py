@@ -20,6 +20,8 @@ key                     type      what
 ``...:control:<name>:fence``   string  counter of those numbers
 ``...:control:<name>:holder``  string  the worker that has it, or had it last
 ======================= ========= =========================================================================
+
+An entry of a stream that is there again, after the server had forgotten it, has a field ``was``; see ``kept.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import msgspec
 TRAINER_GROUP = "trainer"
 LEDGER_GROUP = "ledger"
 BODY = b"body"
+WAS = b"was"  # ids, with spaces between, that an entry had before the server forgot it
 
 # What XREAD and XREADGROUP answer: per stream, (id, fields) of each entry.
 Reply = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]

@@ -27,6 +27,7 @@ from lorabridge.bridge.run_record import RunRecord, check_joins
 from lorabridge.bridge.status import Status
 from lorabridge.bridge.stream.groups import Claim, GroupQueue
 from lorabridge.bridge.stream.head import decode_announcement
+from lorabridge.bridge.stream.kept import Kept
 from lorabridge.bridge.stream.keys import Keys, Reply
 from lorabridge.bridge.trajectory import Unestablished
 from lorabridge.rollout.member import Member
@@ -67,6 +68,7 @@ class Worker:
         self._name, self._run, self._client, self._keys, self._queue = name, run, client, keys, queue
         self._sampler, self._timeout_s, self._renew_s, self._start_s = sampler, timeout_s, renew_s, start_s
         self._reconcile, self._now_ms, self._status = reconcile, now_ms, status
+        self._kept = Kept(keys)
         self.members: Sequence[Member] = ()
         self._wanted: Manifest | None = None
         self._under_way: set[Claim] = set()
@@ -88,7 +90,8 @@ class Worker:
 
     async def report(self, happening: Happening) -> None:
         """Put it on the stream of events."""
-        await self._client.xadd(self._keys.events, event_fields(self._name, self._now_ms(), happening))
+        fields = event_fields(self._name, self._now_ms(), happening)
+        await self._kept.send_async(self._client, self._keys.events, fields)
 
     async def run(self) -> None:
         """Work until ``stop``.
@@ -206,6 +209,8 @@ class Worker:
     async def _renew(self) -> None:
         """A worker that dies loses its groups to another within one lease, not within the time a group may take."""
         while not self._stopping.is_set():
+            if told := await self._kept.tend_async(self._client):
+                log.warning("the stream server has come back older: it was told again of %d events", told)
             await asyncio.sleep(self._renew_s)
             await self._queue.renew(list(self._under_way))
 

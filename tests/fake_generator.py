@@ -1,11 +1,12 @@
 """A generator as a process, both doors on one port: ``python -m tests.fake_generator PORT BASE SECONDS``.
 
-It does what it is told to as ``tests.workers.FakeGenerator`` does; each sample takes ``SECONDS``.
+It does what it is told to as ``tests.workers.FakeGenerator`` does; each sample takes ``SECONDS`` and is another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Completion
 from lorabridge.rollout.wire import GENERATE, SwapRequest
+from tests.e2e.models import END
 from tests.factories import make_manifest
 from tests.workers import FACTS, FakeGenerator
 
@@ -24,6 +26,7 @@ from tests.workers import FACTS, FakeGenerator
 def application(url: str, base: Path, seconds: float) -> web.Application:
     """Its two doors, as routes of one server."""
     fake = FakeGenerator(url)
+    fake.spoil = _written
     facts = msgspec.structs.replace(FACTS, base=fingerprint(base))
 
     async def healthy(request: web.Request) -> web.Response:
@@ -56,6 +59,12 @@ def application(url: str, base: Path, seconds: float) -> web.Application:
     app.router.add_post("/restarts", restarts)
     app.router.add_post(GENERATE, generate)
     return app
+
+
+def _written(completion: Completion) -> Completion:
+    """Letters, some of them lower-case, and the end."""
+    written = tuple(random.choices(range(3, 55), k=2))
+    return msgspec.structs.replace(completion, token_ids=(*written, END))
 
 
 def _as_vllm(completion: Completion) -> dict[str, Any]:

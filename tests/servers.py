@@ -17,6 +17,8 @@ from lorabridge.bridge.sections import RedisSection
 from lorabridge.bridge.stream.connection import connect
 from lorabridge.bridge.stream.embedded import free_port
 
+_AOF = "appendonlydir"
+
 
 def redis_binary() -> str:
     """Where ``redis-server`` is. Without it a test skips at a desk and fails in CI."""
@@ -68,6 +70,16 @@ class RedisServer:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def copy(self, to: Path) -> None:
+        """Copy its append-only file as it is now, while it goes on."""
+        shutil.copytree(self._folder / _AOF, to)
+
+    def come_back_older(self, copy: Path) -> None:
+        """Start it, after ``kill``, with what it had when the copy was made."""
+        shutil.rmtree(self._folder / _AOF)
+        shutil.copytree(copy, self._folder / _AOF)
+        self.start()
 
     def freeze(self) -> None:
         """SIGSTOP: it can be connected to, and never answers."""

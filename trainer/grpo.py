@@ -35,6 +35,7 @@ from lorabridge.bridge.store.in_use import Residents
 from lorabridge.bridge.store.retention import Retention
 from lorabridge.bridge.stream.connection import clock_offset_ms, connect, errors, now_ms
 from lorabridge.bridge.stream.groups import GroupReader
+from lorabridge.bridge.stream.kept import Kept
 from lorabridge.bridge.stream.keys import Keys
 from lorabridge.bridge.trajectory import Trajectory
 from lorabridge.trainer.publisher import Line, Publisher, take_over
@@ -60,10 +61,15 @@ class MainRank:
 
         keys = Keys(run.run)
         self._client, self._keys, self._policy = client, keys, run.policy
+        self._kept = Kept(keys)
+        self._kept.tend(client)
         self._offset = clock_offset_ms(now_ms(client), time.time())
         batch = settings.trainer.per_device_train_batch_size * settings.trainer.nproc_per_node
+        self._reader = GroupReader(
+            client, keys, "trainer", self._unreadable, lambda: put_on_record(client, keys, run), self._kept
+        )
         self.source = TrajectorySource(
-            reader=GroupReader(client, keys, "trainer", self._unreadable, lambda: put_on_record(client, keys, run)),
+            reader=self._reader,
             ahead=batch,
             per_step=settings.samples_per_step,
             manifest_of=store.manifest,
@@ -82,6 +88,7 @@ class MainRank:
             max_rank=settings.slot_rank,
             serialise=lambda tensors: serialise(tensors, config),
             now_ms=self.now_ms,
+            kept=self._kept,
             canary_every=settings.canary.every,
             retain=Retention(store, run.policy, settings.store.keep, Residents(client, keys).digests).apply,
         )
@@ -95,6 +102,9 @@ class MainRank:
 
     def consumed(self, consumption: Consumption) -> float:
         """Report what a step trained on; token-weighted seconds from sampled to trained."""
+        if told := self._kept.tend(self._client):
+            log.warning("the stream server has come back older: it was told again of %d entries that it forgot", told)
+            self._reader.look_again()
         now, tokens = self.now_ms(), consumption.lag.tokens
         waited = sum((now - t.times_ms["sampled"]) * t.tokens for t in consumption.trajectories)
         seconds = waited / 1000 / tokens if tokens else 0.0
@@ -120,7 +130,7 @@ class MainRank:
         self._report(Quarantine(subject=f"entry {entry}", reason=error.diagnostics()))
 
     def _report(self, happening: Happening) -> None:
-        self._client.xadd(self._keys.events, event_fields("trainer", self.now_ms(), happening))
+        self._kept.send(self._client, self._keys.events, event_fields("trainer", self.now_ms(), happening))
 
 
 def arguments(settings: Settings) -> dict[str, Any]:

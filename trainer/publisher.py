@@ -26,6 +26,7 @@ from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.servable import check_adapter
 from lorabridge.bridge.store import Store
 from lorabridge.bridge.stream.head import move_head, repair_head
+from lorabridge.bridge.stream.kept import Kept
 from lorabridge.bridge.stream.keys import Keys
 
 log = logging.getLogger("lorabridge.trainer")
@@ -55,6 +56,7 @@ class Publisher:
 
     Args:
         serialise: makes the adapter of what ``publish`` was given; runs in the publisher's thread.
+        kept: is given what is announced and reported.
         canary_every: publishes between canaries, the first included; 0: none.
         retain: removes old adapters that nobody uses, after each publish; their digests.
         shapes: the base's modules, which every adapter is checked against.
@@ -68,12 +70,13 @@ class Publisher:
 
     def __init__(
         self, *, line: Line, client: redis.Redis, keys: Keys, store: Store, base: Fingerprint, shapes: Shapes,
-        max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int],
+        max_rank: int, serialise: Callable[[Any], Adapter], now_ms: Callable[[], int], kept: Kept | None = None,
         canary_every: int = 0, retain: Callable[[], Collection[str]] = tuple,
     ) -> None:  # fmt: skip
         self._line, self._client, self._keys, self._store = line, client, keys, store
         self._base, self._shapes, self._max_rank = base, shapes, max_rank
         self._serialise, self._now_ms = serialise, now_ms
+        self._kept = Kept(keys) if kept is None else kept
         self._newest = line.newest
         self.canary: Callable[[Any, str], Canary | None] | None = None
         self._canary_every, self._published = canary_every, 0
@@ -167,12 +170,12 @@ class Publisher:
         self._newest = manifest
         self._published += 1
         lap("commit")
-        move_head(self._client, self._keys, manifest)
+        move_head(self._client, self._keys, manifest, self._kept)
         lap("announce")
         names = (manifest.policy, manifest.version, manifest.digest)
         log.info("policy=%s version=%d digest=%s step=%d published", *names, step)
         happening = Published(policy=names[0], version=names[1], digest=names[2], step=step, phases_ms=phases)
-        self._client.xadd(self._keys.events, event_fields("trainer", self._now_ms(), happening))
+        self._kept.send(self._client, self._keys.events, event_fields("trainer", self._now_ms(), happening))
         self._remove_old()
         return manifest
 

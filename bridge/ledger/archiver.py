@@ -28,6 +28,7 @@ import redis
 
 from lorabridge.bridge.errors import BridgeError, LedgerError, LedgerTaken
 from lorabridge.bridge.ledger import tables
+from lorabridge.bridge.ledger.again import without_known
 from lorabridge.bridge.ledger.commits import COMMITS, Commit, LedgerFile, Log, Stretch, append, read_log, sha256
 from lorabridge.bridge.ledger.lease import Lease, Survey
 from lorabridge.bridge.status import Status
@@ -211,6 +212,7 @@ class Archiver:
     def _write(self, batch: Batch) -> tuple[LedgerFile, ...]:
         parts: dict[str, list[pa.Table]] = {}
         for stream, entries in batch.entries.items():
+            entries = without_known(self._ledger, self._chain, stream, entries)
             for table, rows in tables.build(stream, entries).items():
                 parts.setdefault(table, []).append(rows)
         name = f"{self._chain.sequence:08d}-{self._lease.number}.parquet"

@@ -46,7 +46,7 @@ class LagReport(msgspec.Struct, frozen=True, kw_only=True):
 def by_step(events: Iterable[Event]) -> LagReport:
     """One row per optimizer step. A step that was taken again, after a resume, counts as it was taken last."""
     rows: dict[tuple[str, int], LagRow] = {}
-    for event in events:
+    for event in sorted(events, key=lambda each: each.at_ms):
         if isinstance(taken := event.happening, Consumed):
             rows.pop((taken.policy, taken.step), None)
             rows[taken.policy, taken.step] = LagRow(

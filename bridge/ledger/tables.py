@@ -36,6 +36,7 @@ Fields = dict[bytes, bytes]
 Row = dict[str, Any]
 
 UNREADABLE = "unreadable"
+TABLE_OF = {"announce": "manifests", "trajectories": "trajectories", "events": "events"}
 
 _SPAN = pa.struct({
     "policy": pa.string(), "version": pa.int64(), "digest": pa.string(), "epoch": pa.int64(),

@@ -124,10 +124,11 @@ def consumed(events: Iterable[Event], policy: str) -> list[tuple[int, Consumed]]
     """(at_ms, step) of every optimizer step, in order.
 
     A step that was taken again counts as it was taken last, and undoes those that had come after it: a trainer that
-    starts afresh begins with step 0, and its predecessor's later steps are no part of what it made.
+    starts afresh begins with step 0, and its predecessor's later steps are no part of what it made. Their order is that
+    of the clock: a server that had forgotten some was told again later.
     """
     standing: list[tuple[int, Consumed]] = []
-    for at_ms, step in _of(Consumed, events):
+    for at_ms, step in sorted(_of(Consumed, events), key=lambda each: each[0]):
         if step.policy != policy:
             continue
         while standing and standing[-1][1].step >= step.step:

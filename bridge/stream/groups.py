@@ -16,6 +16,7 @@ import redis.asyncio
 
 from lorabridge.bridge import codec
 from lorabridge.bridge.errors import CodecError
+from lorabridge.bridge.stream.kept import SERVER, Kept
 from lorabridge.bridge.stream.keys import BODY, TRAINER_GROUP, Keys, Reply
 from lorabridge.bridge.trajectory import Group
 
@@ -25,9 +26,11 @@ _NOW = "local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] /
 # ARGV: ahead, lease ms, worker, trainer's group, floor.
 # An expired lease goes first; else a new number, not below the floor, if fewer than ahead groups are open: leased, or
 # on the stream and not finished. That is counted anew each time: a server that comes back older knows what it has, and
-# not what was done with it meanwhile. {number, attempt, now, failures} or false.
+# not what was done with it meanwhile. Nor how often a group was tried: after each start of the server attempts are
+# counted from its clock, so that no (number, attempt) comes twice. {number, attempt, now, failures} or false.
 _CLAIM = (
     _NOW
+    + SERVER
     + """
 local function named(flat)
   local fields = {}
@@ -48,16 +51,22 @@ local function unfinished()
   end
   return redis.call('XLEN', KEYS[6])
 end
+local started = math.max(tonumber(redis.call('HGET', KEYS[1], 'started') or '0'), tonumber(ARGV[5]))
 local number = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
 if not number then
   if redis.call('ZCARD', KEYS[2]) + unfinished() >= tonumber(ARGV[1]) then return false end
-  local started = math.max(tonumber(redis.call('HGET', KEYS[1], 'started') or '0'), tonumber(ARGV[5]))
   number = string.format('%d', started)
   redis.call('HSET', KEYS[1], 'started', string.format('%d', started + 1))
 end
-local attempt = redis.call('HINCRBY', KEYS[4], number, 1)
+local is = server()
+if redis.call('HGET', KEYS[1], 'server') ~= is then
+  redis.call('HSET', KEYS[1], 'server', is, 'attempts', started > 0 and string.format('%d', now) or '0')
+end
+local tried = tonumber(redis.call('HGET', KEYS[4], number) or '0')
+local attempt = math.max(tried, tonumber(redis.call('HGET', KEYS[1], 'attempts'))) + 1
+redis.call('HSET', KEYS[4], number, string.format('%d', attempt))
 redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), number)
-redis.call('HSET', KEYS[3], number, attempt .. ':' .. ARGV[3])
+redis.call('HSET', KEYS[3], number, string.format('%d:%s', attempt, ARGV[3]))
 return {tonumber(number), attempt, now, tonumber(redis.call('HGET', KEYS[5], number) or '0')}
 """
 )
@@ -196,16 +205,19 @@ class GroupReader:
         consumer: who reads; a trainer that comes back under the same name is given what it had not finished.
         on_unreadable: told of an entry (its id, and why) that is no group of a known schema; it is acknowledged.
         on_forgotten: told when the server does not know us any more: it has lost its memory.
+        kept: is given what is handed out, so that the ledger gets it even if the server forgets it.
     """
 
     def __init__(
         self, client: redis.Redis, keys: Keys, consumer: str, on_unreadable: Callable[[str, CodecError], None],
-        on_forgotten: Callable[[], None] = lambda: None,
+        on_forgotten: Callable[[], None] = lambda: None, kept: Kept | None = None,
     ) -> None:  # fmt: skip
         self._client, self._keys, self._consumer = client, keys, consumer
         self._on_unreadable, self._on_forgotten = on_unreadable, on_forgotten
+        self._kept = kept
         self._given: set[str] = set()  # handed out by read and not finished
         self._backlog = "0"  # what was delivered to us and not finished, from before we started
+        self._again = False
         # Held while the backlog is read, and while entries are finished: an answer that still lists an entry must not
         # be looked at after that entry was finished, or it would be handed out again.
         self._lock = threading.Lock()
@@ -218,6 +230,8 @@ class GroupReader:
         in an answer that was lost on the way (a connection cut at that moment) comes when nothing newer does.
         """
         while True:
+            if self._again:
+                self._again, self._backlog = False, "0"
             if self._backlog == ">":
                 found = self._next(block_ms)
             else:
@@ -235,10 +249,17 @@ class GroupReader:
             if fields is None:
                 continue
             try:
-                return entry, decode_group(fields)
+                group = decode_group(fields)
+                if self._kept is not None:
+                    self._kept.add(self._keys.trajectories, entry, fields[BODY])
+                return entry, group
             except CodecError as error:
                 self.finish([entry])
                 self._on_unreadable(entry, error)
+
+    def look_again(self) -> None:
+        """The server has come back older: it may count as given to us what we have finished. Any thread may say so."""
+        self._again = True
 
     def _next(self, block_ms: int) -> tuple[str, dict[bytes, bytes] | None] | None:
         """The next entry, now counted as given; without fields if there is nothing to do with it. None: no more."""

@@ -17,19 +17,19 @@ from lorabridge.bridge import codec
 from lorabridge.bridge.errors import HeadConflict
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.store import Store
+from lorabridge.bridge.stream.kept import Kept
 from lorabridge.bridge.stream.keys import BODY, Keys
 
 # KEYS: head hash, announce stream. ARGV: version, digest, body.
 # Moves the head forward and announces it; the same version and digest again is no news; anything else is refused.
-# Returns 1 moved, 0 it stood there already, -1 refused.
+# Returns the entry's id if it moved, 0 if it stood there already, -1 if refused.
 _MOVE = """
 local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
 local wanted = tonumber(ARGV[1])
 if wanted == version and redis.call('HGET', KEYS[1], 'digest') == ARGV[2] then return 0 end
 if wanted <= version then return -1 end
 redis.call('HSET', KEYS[1], 'version', ARGV[1], 'digest', ARGV[2])
-redis.call('XADD', KEYS[2], '*', 'body', ARGV[3])
-return 1
+return redis.call('XADD', KEYS[2], '*', 'body', ARGV[3])
 """
 
 
@@ -68,8 +68,10 @@ def parse_head(fields: dict[bytes, bytes]) -> Head | None:
     return Head(int(fields[b"version"]), fields[b"digest"].decode()) if fields else None
 
 
-def move_head(client: redis.Redis, keys: Keys, manifest: Manifest) -> bool:
+def move_head(client: redis.Redis, keys: Keys, manifest: Manifest, kept: Kept | None = None) -> bool:
     """Move the head to ``manifest`` and announce it, in one atomic call; whether it was news.
+
+    ``kept`` is given the announcement.
 
     Raises:
         HeadConflict: Redis already stands at a later version, or at this one with another digest.
@@ -80,6 +82,8 @@ def move_head(client: redis.Redis, keys: Keys, manifest: Manifest) -> bool:
     )
     if moved == -1:
         raise _conflict(read_head(client, keys, manifest.policy), manifest)
+    if isinstance(moved, bytes) and kept is not None:
+        kept.add(keys.announce, moved.decode(), body)
     return bool(moved)
 
 

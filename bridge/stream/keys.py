@@ -8,10 +8,11 @@ key                     type      what
 ``...:announce``        stream    ``body``: Manifest; one entry per version that moved the head
 ``...:trajectories``    stream    ``body``: Group; groups ``trainer`` and ``ledger`` read it
 ``...:events``          stream    ``body``: Event
-``...:groups``          hash      ``started``: the number of the next group
+``...:groups``          hash      ``started``: the number of the next group; ``server``: the start of the server that
+                                  ``attempts`` of groups are counted in, from that number on
 ``...:leases``          zset      group number -> when its lease ends, ms on the server's clock
 ``...:holders``         hash      group number -> ``<attempt>:<worker>``, the holder of its lease
-``...:attempts``        hash      group number -> how often it was claimed
+``...:attempts``        hash      group number -> its last attempt
 ``...:failures``        hash      group number -> how many of those attempts failed of the group's own doing
 ``...:archiver``        string    the archiver's lease: a fencing number
 ``...:archiver:fence``  string    counter of those numbers
@@ -19,6 +20,8 @@ key                     type      what
 ``...:control:<name>:fence``   string  counter of those numbers
 ``...:control:<name>:holder``  string  the worker that has it, or had it last
 ======================= ========= =========================================================================
+
+An entry of a stream that is there again, after the server had forgotten it, has a field ``was``; see ``kept.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import msgspec
 TRAINER_GROUP = "trainer"
 LEDGER_GROUP = "ledger"
 BODY = b"body"
+WAS = b"was"  # ids, with spaces between, that an entry had before the server forgot it
 
 # What XREAD and XREADGROUP answer: per stream, (id, fields) of each entry.
 Reply = list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]

@@ -17,11 +17,12 @@ redis.call('SET', KEYS[1], number, 'PX', ARGV[2])
 return number
 """
 
-# KEYS: lease, fence, ... ARGV: number, ttl ms, ... False if another has, or had, a later number.
+# KEYS: lease, fence, ... ARGV: number, ttl ms, ... False if another has, or had, a later number. An earlier one is a
+# holder from before ours, whom a server that came back older still remembers.
 HOLD = """
-local holder = redis.call('GET', KEYS[1])
-if holder ~= ARGV[1] then
-  if holder or tonumber(redis.call('GET', KEYS[2]) or '0') > tonumber(ARGV[1]) then return false end
+local ours, holder = tonumber(ARGV[1]), tonumber(redis.call('GET', KEYS[1]) or '0')
+if holder ~= ours then
+  if math.max(holder, tonumber(redis.call('GET', KEYS[2]) or '0')) > ours then return false end
   redis.call('SET', KEYS[2], ARGV[1])
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each run")
     parser.add_argument("--generators", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as of lorabridge demo")
     parser.add_argument("--results", type=Path, default=Path("runs/chaos.jsonl"))
     given = parser.parse_args()
     rng = random.Random(given.seed)
@@ -77,6 +78,7 @@ def one_run(
     command = [
         sys.executable, "-m", "lorabridge.bridge.cli", "demo", "--steps", str(given.steps), "--json",
         "--generators", str(given.generators), "--set", f"run.dir={run}",
+        *(part for change in given.set for part in ("--set", change)),
     ]  # fmt: skip
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         demo = subprocess.Popen(command, stdout=out, stderr=err)

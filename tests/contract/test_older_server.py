@@ -163,3 +163,18 @@ async def test_one_that_lives_through_it_says_so_with_what_it_archives_next(
 def test_the_floor_only_rises(client: redis.Redis, keys: Keys) -> None:
     assert [raise_floor(client, keys, floor) for floor in (0, 3, 2, 3, 4)] == [False, True, False, False, True]
     assert counts(client, keys) == (4, 0)
+
+
+async def test_a_trainer_that_never_waits_finishes_again_what_it_is_told_to_look_for(
+    async_client: redis.asyncio.Redis, client: redis.Redis, keys: Keys
+) -> None:
+    queue, reader = queue_of(async_client, keys, ahead=AHEAD), reader_of(client, keys)
+    await begin(queue)
+    before = read_all(reader)
+    memory = Memory(client, keys)
+    reader.finish(list(before))
+    memory.come_back()
+    client.xadd(keys.trajectories, {"body": codec.encode(make_group(AHEAD, size=1))})
+    reader.look_again()
+    received = [reader.read(block_ms=1) for _ in range(AHEAD + 1)]
+    assert [each[1].group for each in received if each] == list(range(AHEAD + 1))

@@ -9,7 +9,7 @@ from lorabridge.bridge.fingerprint import Fingerprint
 from lorabridge.bridge.manifest import Manifest
 from lorabridge.bridge.replay.verdict import Audit
 from lorabridge.bridge.residency import Residency, Served
-from lorabridge.bridge.run.summary import Summary, in_words, publish_to_serving, summarise
+from lorabridge.bridge.run.summary import Summary, consumed, in_words, publish_to_serving, summarise
 from lorabridge.bridge.trajectory import Sampling, Span, Trajectory, Turn
 
 AUDIT = Audit(
@@ -181,3 +181,8 @@ def test_words_for_whoever_started_it() -> None:
         "could tell neighbouring versions apart. The largest error was 2.0e-05 nats.",
         "It is all in runs/demo: summary.json, reward.png, lag.png, the ledger, the adapters, the logs.",
     ]
+
+
+def test_a_step_that_a_server_had_forgotten_is_told_later_and_undoes_none() -> None:
+    told = [step(0, 1000, 0.1), step(2, 3000, 0.3), step(1, 2000, 0.2)]
+    assert [each.step for _, each in consumed(told, "sort")] == [0, 1, 2]

@@ -106,6 +106,12 @@ class GeneratorUnreachable(GeneratorError):
     """The vLLM server does not answer."""
 
 
+class EngineDied(GeneratorError):
+    """vLLM's engine was killed or died; starting it again may help, as with any process that a signal has ended."""
+
+    exit_code = 137
+
+
 class PluginMissing(GeneratorError):
     """A vLLM server answers, but without the lorabridge plugin or its control door."""
 

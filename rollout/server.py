@@ -13,8 +13,8 @@ a signal after that          has it refuse new requests, waits for those in     
                              flight for up to ``PATIENCE_S``, kills it
 that is not enough, or it    kills it all the same                                 143, 130
 does not answer
-vLLM ends, or is killed      clears away what it left                              vLLM's; 137 if it was killed,
-                                                                                   5 if it says 0
+vLLM ends, or is killed      clears away what it left                              vLLM's; 137 if it was killed, or
+                                                                                   its engine was, where it says 0
 ``serve`` itself is killed   nothing; the guard sends SIGTERM, and kills 5 s later
 ============================ ===================================================== ====================================
 """
@@ -26,7 +26,7 @@ import os
 import time
 from tempfile import TemporaryDirectory
 
-from lorabridge.bridge.errors import GeneratorError
+from lorabridge.bridge.errors import EngineDied, GeneratorError
 from lorabridge.bridge.run.guard import TRACKERS_S, adopt_orphans, clear
 from lorabridge.bridge.run.processes import Guarded
 from lorabridge.bridge.sections import GeneratorsSection
@@ -53,7 +53,7 @@ def run(command: Command, section: GeneratorsSection, token: str) -> int:
         The exit code, see above.
 
     Raises:
-        GeneratorError: nobody asked vLLM to end, and it says that all is well, as it does when its engine has died.
+        EngineDied: nobody asked vLLM to end, and it says that all is well, as it does then.
     """
     adopt_orphans()  # of a guard that is killed, too
     with Drain() as drain, TemporaryDirectory(prefix="lorabridge-") as folder:
@@ -65,7 +65,7 @@ def run(command: Command, section: GeneratorsSection, token: str) -> int:
             code = 0 if asyncio.run(_drained(section, token)) else drain.code
         clear(0)
     if ended_by_itself and code == 0:
-        raise GeneratorError("vLLM has ended, and nobody asked it to", action="Its last lines say why")
+        raise EngineDied("vLLM's engine has died, or was killed", action="Its last lines say why; start it again")
     return code
 
 

@@ -128,7 +128,7 @@ def test_it_ends_if_a_part_of_it_is_killed(run: Run, victim: Callable[[Process],
     with serving(run) as server:
         victim(server).kill()
         server.until_it_has_ended()
-        assert server.code == (5 if victim is engine else KILLED)
+        assert server.code == KILLED
         assert not server.left()
 
 

@@ -18,7 +18,6 @@ from lorabridge.bridge.fingerprint import fingerprint
 from lorabridge.bridge.trajectory import Sampling
 from lorabridge.rollout.generator import Completion
 from lorabridge.rollout.wire import GENERATE, SwapRequest
-from tests.e2e.models import END
 from tests.factories import make_manifest
 from tests.workers import FACTS, FakeGenerator
 
@@ -62,9 +61,9 @@ def application(url: str, base: Path, seconds: float) -> web.Application:
 
 
 def _written(completion: Completion) -> Completion:
-    """Letters, some of them lower-case, and the end."""
-    written = tuple(random.choices(range(3, 55), k=2))
-    return msgspec.structs.replace(completion, token_ids=(*written, END))
+    """As long, of letters, some of them lower-case, and with the same end."""
+    *letters, end = completion.token_ids
+    return msgspec.structs.replace(completion, token_ids=(*random.choices(range(3, 55), k=len(letters)), end))
 
 
 def _as_vllm(completion: Completion) -> dict[str, Any]:

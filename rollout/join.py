@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -140,6 +141,7 @@ async def work(settings: Settings) -> None:
         ]
         asynchronous = await stack.enter_async_context(connect_async(settings.redis, drain.asked))
         worker = _worker(settings, run, environment, tokenizer, generators, client, asynchronous, status)
+        gc.freeze()  # a full collection then leaves out all that was imported, which held the loop for its whole length
         stop = asyncio.create_task(_stop_when(stopping, worker))
         try:
             await worker.run()

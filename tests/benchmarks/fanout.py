@@ -1,7 +1,8 @@
 """From the trainer's announcement to every worker's acknowledgement: ``python -m tests.benchmarks.fanout``.
 
 One Redis, and workers without an engine in a few processes. Ours: ``move_head``, the worker's own listening loop, and
-the event that it reports after a swap. Bare: the same commands with bytes of the same size from redis-py's own clients.
+the event that it reports after a swap. Bare: the same commands with bytes of the same size from redis-py's own clients,
+which go on listening while they report, as a worker must.
 The two take turns, so that a machine that slows down slows down both. A latency is that of one worker and one
 announcement: from just before it is made until the server has answered the worker's event.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import statistics
 import sys
@@ -112,14 +114,20 @@ async def our_worker(section: RedisSection, number: int, answered: Answered) -> 
 
 
 async def bare_worker(client: redis.asyncio.Redis, body: bytes, answered: Answered) -> None:
-    last, version = b"$", -1
-    while True:
-        reply = cast(Any, await client.xread({_KEYS["bare"].announce: last}, block=1000))
-        for _, entries in reply or []:
-            for entry, fields in entries:
-                last, version = entry, int(fields[b"version"])
-                await client.xadd(_KEYS["bare"].events, {BODY: body})
-                answered.note("bare", version)
+    last = b"$"
+
+    async def report(version: int) -> None:
+        await client.xadd(_KEYS["bare"].events, {BODY: body})
+        answered.note("bare", version)
+
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            reply = cast(Any, await client.xread({_KEYS["bare"].announce: last}, block=1000))
+            for _, entries in reply or []:
+                for entry, fields in entries:
+                    last = entry
+                    tasks.create_task(report(int(fields[b"version"])))
+            await asyncio.sleep(0)  # the report is sent before the next read, as on our side
 
 
 def work(section: RedisSection, workers: int, pipe: Connection) -> None:
@@ -133,6 +141,7 @@ async def _work(section: RedisSection, workers: int, pipe: Connection) -> None:
     body = cast(bytes, event_fields("worker-0", time.time_ns() // 1_000_000, happening(1))["body"])
     clients = [redis.asyncio.Redis.from_url(section.url, password=password) for _ in range(workers)]
     ours = [our_worker(section, number, answered) for number in range(workers)]
+    gc.freeze()  # as a worker does
     await asyncio.gather(*ours, *(bare_worker(client, body, answered) for client in clients))
 
 
@@ -246,7 +255,7 @@ def column_of(workers: int, found: dict[Side, list[list[float]]]) -> dict[str, o
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.benchmarks.fanout", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rounds", type=int, default=60, help="announcements on either side, per number of workers")
+    parser.add_argument("--rounds", type=int, default=300, help="announcements on either side, per number of workers")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if any(workers < 1 or workers % _PROCESSES for workers in given.workers):

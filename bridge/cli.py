@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "Exit codes: 0 yes or done, 1 no, 2 usage or configuration, 3 Redis, 4 adapter store, 5 generator, 6 adapter or "
-    "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted, 143 ended by SIGTERM."
+    "model, 7 ledger, 8 differs from the run, 9 machine, 10 unreadable bytes, 130 interrupted, 137 vLLM was killed, "
+    "143 ended by SIGTERM."
 )
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -15,6 +15,7 @@ Exit codes of every command:
 9  the machine: a port, the disk, a process that died
 10 bytes from another process that cannot be read
 130 interrupted by Ctrl-C (`up` and `demo` also say so after SIGTERM)
+137 vLLM, or its engine, was killed or died under ``serve``: start it again, as `up` and `demo` do
 143 ended by SIGTERM, with nothing to finish or without having finished it; see ``lorabridge.bridge.stopping``
 == ==========================================================
 """

@@ -51,6 +51,22 @@ def test_a_redis_that_could_lose_something_is_a_problem(
     assert worst(findings.of_redis(INFO | info, offset_ms)) == wrong
 
 
+@pytest.mark.parametrize(
+    ("mine", "wrong"),
+    [
+        (make_run_record(epoch=0, groups_ahead=1), {}),
+        (make_run_record(seed=1), {"joins the run": "problem"}),
+        (make_run_record(environment=digest_of("other code")), {"joins the run": "problem"}),
+        (GONE, {"joins the run": "problem"}),
+    ],
+    ids=["the same", "another seed", "other task code", "it cannot be told"],
+)
+def test_a_configuration_that_would_not_be_let_in_is_a_problem(
+    mine: RunRecord | BridgeError, wrong: dict[str, str]
+) -> None:
+    assert worst([findings.of_joining(make_run_record(), mine)]) == wrong
+
+
 def test_streams_that_nobody_archives_are_a_problem() -> None:
     assert worst(findings.of_streams(0, True, make_run_record())) == {}
     assert worst(findings.of_streams(findings.BACKLOG + 1, True, make_run_record())) == {"backlog": "problem"}
